@@ -45,7 +45,7 @@ def write_source(folder: pathlib.Path, num_files: int, num_rows: int) -> pathlib
 
 @pytest.fixture(scope='module')
 def large(tmp_path_factory) -> pathlib.Path:
-    return write_source(tmp_path_factory.mktemp('large') / 'source', 2, 20_000)
+    return write_source(tmp_path_factory.mktemp('large') / 'source', 2, 8_000)
 
 
 @pytest.fixture(scope='module')
@@ -74,7 +74,7 @@ def heads(hub, large, tmp_path) -> pathlib.Path:
 
 def test_a_build_of_heads_reads_some_rows_of_all_files(hub, large, heads, whole):
     size = sum(path.stat().st_size for path in large.rglob('*.pt'))
-    assert count_fetched(hub, '.pt') < 0.12 * size
+    assert count_fetched(hub, '.pt') < 0.25 * size
     data, expected = input_pipeline.open_data(heads), input_pipeline.open_data(whole).stats()
     assert data.metadata['latent_rows'] == 2048
     assert data.metadata['settings']['read_latents'] == 'heads'
@@ -95,13 +95,14 @@ def test_batches_are_those_of_a_build_that_read_everything(heads, whole):
 def test_rows_without_checksums_have_those_of_the_cache(hub, heads, whole, tmp_path):
     order = {'features': ('key', 'latents'), 'batch_size': 64, 'lanes': 4}
     cached = {**order, 'cache_dir': str(tmp_path / 'cache'), 'cache_gb': 1.0}
-    steps = 1.5 * 36_000 // 64
-    assert_same(read(heads, int(steps), **cached), read(whole, int(steps), **order))
+    steps = 14_000 * 3 // 2 // 64  # one epoch and a half
+    expected = read(whole, steps, **order)
+    assert_same(read(heads, steps, **cached), expected)
     for path in (tmp_path / 'cache').rglob('*'):
         if path.is_file() and path.stat().st_size > 1_000_000:
             damages.flip(path, 700_000)
     hub.requests.clear()
-    assert_same(read(heads, int(steps), **cached), read(whole, int(steps), **order))
+    assert_same(read(heads, steps, **cached), expected)
     assert 0 < count_fetched(hub, '.pt') < 1_000_000
 
 

@@ -278,13 +278,13 @@ def test_what_is_damaged_is_fetched_again(bucket, expected, cache, verify):
     chance = random.Random(7)
     cache_reader.digests(DATA, STEPS, **options)
     num_fetched = 0
-    for number in range(100):
+    for number in range(30):
         files = kept_files(cache)
         damage(files, KINDS[number % len(KINDS)], chance)
         bucket.clear()
         assert cache_reader.digests(DATA, STEPS, **options) == expected
         num_fetched += len(data_requests(bucket))
-    assert num_fetched > 100
+    assert num_fetched > 30
     bucket.clear()
     assert cache_reader.digests(DATA, STEPS, **options) == expected
     assert data_requests(bucket) == []

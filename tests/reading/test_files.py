@@ -93,7 +93,7 @@ def test_damage_leads_nowhere(tmp_path, at, in_place):
     path = tmp_path / schema.VERSION
     source = tmp_path / 'source' if in_place else None
     small_dataset.write(path, {schema.TRAIN: LENGTHS}, source=source)
-    num_read, num_bad = map(int, children.output(GUARDS + READ, path, at).split())
+    num_read, num_bad = map(int, children.output(GUARDS + READ, path, at, forked=True).split())
     assert num_read == 150 * 120 and 0.05 < num_bad / num_read < 0.95
 
 

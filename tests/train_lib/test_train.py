@@ -130,16 +130,15 @@ def test_killed_and_stopped_at_any_step_a_run_computes_what_it_would_have(
     killed = max(saved_steps(tmp_path))
 
     # As a machine that is to be preempted is told.
-    process = runs.start(mini_dataset, tmp_path)
-    children.wait_until(lambda: max(saved_steps(tmp_path)) > killed, process)
-    time.sleep(random.uniform(0, 0.3))
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=300)
-    stopped = max(saved_steps(tmp_path))
-    assert process.returncode == (75 if stopped < SMALL['num_steps'] else 0), output
-    if stopped < SMALL['num_steps']:
-        assert f'Stopped at step {stopped}' in output
-        assert f'--workdir={tmp_path}' in output.splitlines()[-1]
+    def is_due(run, step):
+        return step == killed + 2
+
+    def terminate(run, step, state):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    hooks = (train.Hook('the end', is_due, terminate), *train.DEFAULT_HOOKS)
+    stopped = runs.train_config(small_config(mini_dataset), tmp_path, hooks=hooks)
+    assert killed < stopped.step < SMALL['num_steps']
 
     runs.train(mini_dataset, tmp_path)
     assert losses(tmp_path) == uninterrupted

@@ -53,8 +53,8 @@ def test_the_folder_may_be_in_a_bucket(gcs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in gcs.env.items():
         monkeypatch.setenv(name, value)
-    assert f'{COMPILED} gs://programs/run/cpu-' in compile_with('gs://programs/run', forked=False)
-    assert f'{READ} gs://programs/run/cpu-' in compile_with('gs://programs/run', forked=False)
+    assert f'{COMPILED} gs://programs/run/cpu-' in compile_with('gs://programs/run')
+    assert f'{READ} gs://programs/run/cpu-' in compile_with('gs://programs/run')
 
 
 def test_the_usual_folder_is_in_the_users_cache(tmp_path, monkeypatch):
