@@ -39,9 +39,10 @@ $(INSTALLED): setup.py $(CONSTRAINTS) $(if $(shell $(BIN)/python --version 2>/de
 		exit 1;; esac
 	@test -e $@ && $(BIN)/python --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@$(MAKE) --no-print-directory torch
-# Python compiles the few modules that are used: to compile all of them takes 45 s.
 	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) \
 		--editable '.[convert,text,test]'
+# By all cores, which pip does not use. Some files in packages are templates, or for another Python.
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
 # Asks first, because pip would try an index that is out of reach for minutes. Dependencies come with
