@@ -74,7 +74,8 @@ class KeyedFile:
                 self._columns.append(key_column)
             self.metadata = dict[str, str]()
             for entry, value in (arrow.metadata or {}).items():
-                self.metadata[foreign_text.decode_utf8(entry)] = foreign_text.decode_utf8(value)
+                name_of_entry = foreign_text.decode_utf8(entry)
+                self.metadata[name_of_entry] = foreign_text.decode_utf8(value)
             # Without rows, a column may have any type, or be missing.
             if self.num_rows:
                 self._check(arrow)
@@ -95,8 +96,7 @@ class KeyedFile:
         # Before the metadata of columns, whose reading would abort the process.
         check_not_encrypted(self._file, self._columns)
         chunks = column_chunks(self._file.metadata, self.column)
-        # Of the row group with the largest rows.
-        self._row_bytes = max(1, *_mean_row_bytes(self._file.metadata, chunks))
+        self._row_bytes = _largest_row_bytes(self._file.metadata, chunks)
         self._rows_at_once = _ROWS_AT_ONCE
         # Arrow makes no dictionaries of differences.
         if arrow_texts.holds_text(self.kind) and _has_differences(chunks):
@@ -119,7 +119,7 @@ class KeyedFile:
         return True
 
     def keys(self) -> np.ndarray:
-        """Reads all keys, int64 `(n,)`."""
+        """Reads all keys, int64 `(n,)`; raises a ValueError for nulls, and for larger numbers."""
         if not self.num_rows:
             return np.empty(0, np.int64)
         if self._range is not None:
@@ -275,7 +275,9 @@ class RemoteColumns:
         self._footer = _read_footer(file)
         with naming_damage(file.path):
             metadata = pq.read_metadata(pa.BufferReader(self._footer))
-            ranges = _find_ranges(metadata, columns, file.size - len(self._footer))
+            # What has been read of the end is not fetched once more.
+            stop = file.size - len(self._footer)
+            ranges = _find_ranges(metadata, columns, stop)
         # Requests of a few MB each, several of which are under way at once.
         self._pieces: list[tuple[int, int]] = []
         for begin, end in ranges:
@@ -356,7 +358,9 @@ def naming_damage(name: str) -> Iterator[None]:
         is_of_disk = isinstance(error, OSError) and error.errno is not None
         if is_named or is_of_disk:
             raise
-        cause = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+        text = f'{type(error).__name__}: {error}'
+        # In one line, however Arrow breaks it.
+        cause = ' '.join(text.split())[:300]
         if 'crypt' in cause:
             raise ValueError(f'{name}: is encrypted. Write it without encryption.') from error
         # So Arrow reads a null in place of a list of a fixed size.
@@ -381,20 +385,24 @@ def check_not_encrypted(file: pq.ParquetFile, columns: list[str]) -> None:
         next(file.iter_batches(1, row_groups=[group], columns=columns, use_threads=False), None)
 
 
-def _mean_row_bytes(
-    metadata: pq.FileMetaData, chunks: list[pq.ColumnChunkMetaData]
-) -> Iterator[int]:
-    """Yields the mean size of a row in each row group, of which a column has these chunks."""
-    # A chunk counts the values in lists, of which a row may have many.
+def _largest_row_bytes(metadata: pq.FileMetaData, chunks: list[pq.ColumnChunkMetaData]) -> int:
+    """Returns the mean size of a row in the row group with the largest; `chunks` are a column's."""
+    largest = 1
     for number, chunk in enumerate(chunks):
-        yield chunk.total_uncompressed_size // max(1, metadata.row_group(number).num_rows)
+        # Not that of the chunk, which counts the values in lists: a row may have many.
+        num_rows = max(1, metadata.row_group(number).num_rows)
+        largest = max(largest, chunk.total_uncompressed_size // num_rows)
+    return largest
 
 
 def column_chunks(metadata: pq.FileMetaData, column: str) -> list[pq.ColumnChunkMetaData]:
     """Returns the metadata of a column in each row group."""
-    paths = [metadata.schema.column(index).path for index in range(len(metadata.schema))]
-    # A nested column has several; the first stands for all.
-    index = next(i for i, path in enumerate(paths) if f'{path}.'.startswith(f'{column}.'))
+    is_of_column = []
+    for index in range(len(metadata.schema)):
+        path = metadata.schema.column(index).path
+        is_of_column.append(f'{path}.'.startswith(f'{column}.'))
+    # A nested column has several, such as `caption.list.element`; the first stands for all.
+    index = is_of_column.index(True)
     return [metadata.row_group(group).column(index) for group in range(metadata.num_row_groups)]
 
 
@@ -412,19 +420,23 @@ def _check_noted_names(metadata: pq.FileMetaData) -> None:
     """Raises a ValueError if the names of columns are not those that Arrow noted when it wrote."""
     # The end of a file has no checksum, and with a damaged name another column of captions would be
     # the first that exists.
-    encoded_schema = (metadata.metadata or {}).get(b'ARROW:schema')
+    entries = metadata.metadata or {}
+    encoded_schema = entries.get(b'ARROW:schema')
+    # Other writers note nothing.
     if not encoded_schema:
         return
-    noted = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(encoded_schema))).names
+    serialized_schema = pa.py_buffer(base64.b64decode(encoded_schema))
+    noted = pa.ipc.read_schema(serialized_schema).names
     names = metadata.schema.to_arrow_schema().names
     if noted != names:
         raise ValueError(f'its columns are {names}, and were {noted} when it was written')
 
 
 def _pandas_indexes(arrow: pa.Schema) -> dict[str, range | None]:
-    """The named indexes of pandas: columns or, where it wrote a description, the keys."""
+    """Returns the named indexes of pandas: None for a column, the keys where it described them."""
     indexes: dict[str, range | None] = {}
-    for index in (arrow.pandas_metadata or {}).get('index_columns', []):
+    metadata = arrow.pandas_metadata or {}
+    for index in metadata.get('index_columns', []):
         # Pandas calls an index without a name `__index_level_0__`.
         if isinstance(index, str) and not index.startswith('__index_level_'):
             indexes[index] = None

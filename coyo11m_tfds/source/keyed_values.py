@@ -41,6 +41,7 @@ class KeyedValues:
     """Values in the order of their places, with facts about them, as JSON."""
 
     def __init__(self, folder: str):
+        """Opens what `KeyedValuesWriter` made; raises a ValueError for a damaged record."""
         self.folder = folder
         self.facts: dict[str, Any] = _read_values_record(folder)['facts']
         self._file = pq.ParquetFile(os.path.join(folder, _ROWS), pre_buffer=False)
@@ -59,11 +60,12 @@ class KeyedValues:
         """Returns the values of some places, int64 `(m,)`, ascending; all must have a value."""
         if not len(places):
             return []
-        # Only the row groups that hold these places.
+        # Only the row groups that hold these places: the last that begin at or before them.
         ends = places[[0, -1]]
         first, last = np.searchsorted(self._first_places, ends, side='right') - 1
         groups = self._file.read_row_groups(range(first, last + 1), ['place', 'value'])
-        rows = np.searchsorted(groups.column('place').to_numpy(), places)
+        places_in_groups = groups.column('place').to_numpy()
+        rows = np.searchsorted(places_in_groups, places)
         return groups.column('value').take(rows).to_pylist()
 
     def read_array(self, places: np.ndarray) -> np.ndarray:
@@ -89,7 +91,7 @@ class KeyedValuesWriter:
         self._folder = folder
         self._run_bytes = run_bytes
         self._piece_bytes = max(1, run_bytes // _PIECES)
-        self._rows: list[pa.Table] = []  # of the next run
+        self._rows: list[pa.Table] = []  # of the next run, in no order
         self._num_bytes = 0
         self._runs: list[str] = []
 
@@ -106,6 +108,7 @@ class KeyedValuesWriter:
         if self._rows:
             self._write_run()
         path = os.path.join(self._folder, _ROWS)
+        # `KeyedValues` finds the row group of a place by the statistics.
         options: dict[str, Any] = {'use_dictionary': False, 'write_statistics': ['place']}
         with file_state.naming(path), pq.ParquetWriter(path, _SCHEMA, **options) as file:
             for rows in _row_groups(_merge_runs(self._runs), self._piece_bytes):
@@ -158,8 +161,10 @@ def open_or_make(cache_dir: str, origin: Any, make_folder: Callable[[str], None]
 
 def remove_unused(cache_dir: str) -> None:
     """Removes the values of other builds from `cache_dir`, except those that a process has open."""
+    # Of the names of `open_or_make`: nobody else's folder is removed.
     pattern = os.path.join(glob.escape(cache_dir), f'joined-{"[0-9a-f]" * 32}')
     for folder in glob.glob(pattern):
+        # Without waiting: whoever holds the lock needs the values.
         with (
             contextlib.suppress(BlockingIOError, FileNotFoundError, *_WRONG_KINDS),
             locks.FileLock(os.path.join(folder, _RECORD), wait=False),
@@ -221,8 +226,12 @@ def _pieces(
     """Yields all rows in tables of about `num_bytes`."""
     ends = np.cumsum(np.maximum(sizes, 0), dtype=np.int64)
     # A piece begins where the bytes so far pass the next multiple of `num_bytes`.
-    cuts = np.flatnonzero(np.diff(ends // num_bytes)) + 1
-    for begin, end in itertools.pairwise([0, *cuts.tolist(), len(sizes)]):
+    num_before = ends // num_bytes
+    cuts = np.flatnonzero(np.diff(num_before)) + 1
+    bounds = [0]
+    bounds += cuts.tolist()
+    bounds.append(len(sizes))
+    for begin, end in itertools.pairwise(bounds):
         # Without rows, both ends are 0.
         if begin == end:
             continue
@@ -276,13 +285,14 @@ def _merge_runs(paths: Sequence[str]) -> Iterator[pa.Table]:
             if tail is not None:
                 next_runs.append(run)
                 next_pieces.append(tail)
+        # Sorted again: the heads of different runs overlap.
         yield pa.concat_tables(heads).sort_by('place')
         runs = next_runs
         pieces = next_pieces
 
 
 def _open_whole(folder: str) -> KeyedValues | None:
-    """Opens values and holds their lock; removes them if they are damaged."""
+    """Opens values and holds their lock; removes damaged ones. Returns None if there are none."""
     # Before anything is read: what has no lock, `remove_unused` of another process may remove.
     try:
         lock = locks.FileLock(os.path.join(folder, _RECORD), shared=True)

@@ -5,6 +5,7 @@ columns (JSON), and the samples: sizes (uint32) of columns without a fixed one, 
 (https://docs.mosaicml.com/projects/streaming). The format has no checksums.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Collection
@@ -142,7 +143,7 @@ class MdsFile(LatentFile):
             encodings = dict(zip(names, kinds, strict=True))
             # Names that occur twice would be one entry.
             fits = len(encodings) == len(fixed_sizes) == len(names)
-            are_texts = all(isinstance(x, str) for x in (*names, *kinds))
+            are_texts = all(isinstance(x, str) for x in itertools.chain(names, kinds))
             if not fits or not are_texts or not all(map(_is_fixed_size, fixed_sizes)):
                 raise ValueError(f'columns {names} of {kinds}, {fixed_sizes} bytes')
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -164,7 +165,8 @@ class MdsFile(LatentFile):
             raise self._damaged('a sample has no room for its sizes')
         # A sample begins with the sizes of the values that have no fixed one.
         raw = b''.join(self._read_bytes(offset, head) for offset in offsets.tolist())
-        stored_sizes = np.frombuffer(raw, '<u4').astype(np.int64).reshape(len(offsets), -1)
+        stored_sizes = np.frombuffer(raw, '<u4').astype(np.int64)
+        stored_sizes = stored_sizes.reshape(len(offsets), -1)
         # A column of these for each column of the shard without a fixed size, in its order.
         next_stored = iter(stored_sizes.T)
         sizes = dict[str, np.ndarray]()
@@ -200,13 +202,14 @@ class MdsFile(LatentFile):
     def _kind_of(self, name: str, nbytes: int) -> tuple[str, tuple[int, ...]]:
         """Returns dtype and shape of the latents: as encoded, as in the config, or as usual."""
         # Such as 'ndarray:float16:4,32,32'; 'ndarray' alone keeps both in each value.
-        encoding, *kind = self._encodings[name].split(':')
-        if encoding == 'ndarray' and len(kind) == 2:
-            dtype, dimensions = kind
+        parts = self._encodings[name].split(':')
+        if parts[0] == 'ndarray' and len(parts) == 3:
+            _, dtype, dimensions = parts
+            # No shape, which `_set_kind` refuses.
             if not re.fullmatch(r'[\d,]+', dimensions):
                 return dtype, ()
             return dtype, tuple(map(int, dimensions.split(',')))
-        if encoding != 'bytes':
+        if parts[0] != 'bytes':
             raise ValueError(
                 f'{self.path}: {name} is {self._encodings[name]}, expected bytes, or ndarray with '
                 "dtype and shape. Write the shards again, e.g. as 'ndarray:float16:4,32,32'."
@@ -214,20 +217,28 @@ class MdsFile(LatentFile):
         if self._latents_from.shape:
             return self._latents_from.dtype, self._latents_from.shape
         # The name of the column comes last, as the least certain of all.
+        shape = self._guess_shape(name, nbytes)
+        logging.log_first_n(logging.INFO, '%s: float16 %s, by its name and size', 1, name, shape)
+        return 'float16', shape
+
+    def _guess_shape(self, name: str, nbytes: int) -> tuple[int, int, int]:
+        """Returns the shape of float16 latents, (C, H, W), by the pixels in the column's name.
+
+        Raises a ValueError if the size of a value does not confirm it.
+        """
         edge = 0
+        channels = 0
         pixels = re.search(r'_(\d{2,5})$', name)
         if pixels:
             edge = int(pixels[1]) // _PIXELS_A_LATENT
-        # As float16, of 2 bytes.
-        channels = nbytes // (2 * edge**2) if edge else 0
+        if edge:
+            channels = nbytes // (2 * edge**2)
         if channels not in _USUAL_CHANNELS or nbytes != 2 * channels * edge**2:
             raise ValueError(
                 f'{self.path}: does not say the dtype and shape of {name} ({nbytes:,} '
                 f"bytes). Set latents_from, e.g. '{name}:float16:4,32,32'."
             )
-        shape = channels, edge, edge
-        logging.log_first_n(logging.INFO, '%s: float16 %s, by its name and size', 1, name, shape)
-        return 'float16', shape
+        return channels, edge, edge
 
 
 def _is_fixed_size(size: object) -> bool:

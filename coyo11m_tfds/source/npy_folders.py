@@ -53,14 +53,18 @@ class NpyFolder(StoredFile):
             for name, label, content in zip(files, self.classes, contents, strict=True):
                 tar_members.add_member(tar, name, content)
                 # Under the same name, so that both are one sample of `TarFile`.
-                fields = json.dumps(_json_fields(name, label)).encode()
-                tar_members.add_member(tar, f'{name.removesuffix(".npy")}.json', fields)
+                stem = name.removesuffix('.npy')
+                fields = json.dumps(_json_fields(name, label))
+                tar_members.add_member(tar, f'{stem}.json', fields.encode())
         on_bytes(self.size)
         return FileState(self.size, -1)
 
 
 def find_npy_folders(source: ReadableFolder, index: StoredFile) -> dict[str, StoredFile]:
-    """Returns the folders of a source by the names of their tars; `index` is its `dataset.json`."""
+    """Returns the folders of a source by the names of their tars; `index` is its `dataset.json`.
+
+    Raises a ValueError for an index that is damaged, or names a file that is not there.
+    """
     classes = _parse_classes(index)
     folders = dict[str, dict[str, StoredFile]]()
     for path, file in source.list(deep=True).items():
@@ -70,11 +74,13 @@ def find_npy_folders(source: ReadableFolder, index: StoredFile) -> dict[str, Sto
     tars: dict[str, StoredFile] = {}
     for folder in sorted(folders):
         files = _npy_files(folders[folder])
-        # Taken out: what is left in the end belongs to no file.
-        labels = tuple(classes.pop(f'{folder}/{name}', None) for name in files)
+        labels = []
+        for name in files:
+            # Taken out: what is left in the end belongs to no file.
+            labels.append(classes.pop(f'{folder}/{name}', None))
         if files:
             path = f'{source.folder}/{folder}'
-            tars[f'{folder}.tar'] = _describe_folder(path, files, labels)
+            tars[f'{folder}.tar'] = _describe_folder(path, files, tuple(labels))
     if tars and classes:
         raise ValueError(
             f'{source.folder}/{min(classes)}: {index.path} names it, and it is no file of '
@@ -89,7 +95,9 @@ def _parse_classes(index: StoredFile) -> dict[str, int]:
         # Images without classes have null.
         classes = dict(json.loads(index.read())['labels'] or ())
         for name, label in classes.items():
-            if type(name) is not str or type(label) is not int or not 0 <= label < _MAX_CLASSES:
+            # By its type, because True is an int for `isinstance`.
+            is_class = type(label) is int and 0 <= label < _MAX_CLASSES
+            if type(name) is not str or not is_class:
                 raise ValueError(f'its labels have {[name, label]!r}')
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(
@@ -101,7 +109,11 @@ def _parse_classes(index: StoredFile) -> dict[str, int]:
 
 def _npy_files(files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
     """Returns the files that hold moments, in the order of their names."""
-    return {name: files[name] for name in sorted(files) if _NAME.fullmatch(name)}
+    npy_files = {}
+    for name in sorted(files):
+        if _NAME.fullmatch(name):
+            npy_files[name] = files[name]
+    return npy_files
 
 
 def _json_fields(name: str, label: int | None) -> dict[str, int]:

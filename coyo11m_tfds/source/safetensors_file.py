@@ -53,24 +53,9 @@ class SafetensorsFile(LatentFile):
     @classmethod
     def _make_head(cls, file: StoredFile, path: str, check_crc: bool) -> None:
         """Writes a sparse copy of a remote file with its header, keys and labels."""
-        read = functools.partial(read_twice, file)
-
-        def attempt() -> None:
-            """Reads what the head needs, all of it again after damage."""
-            tensors = _parse_tensors(read, file.size, file.path)
-            header_bytes = min((tensor.begin for tensor in tensors.values()), default=file.size)
-            # Both ends are part of the digest of the outline.
-            end_bytes = min(columns.OUTLINE_ENDS, file.size)
-            ranges = [(0, max(header_bytes, end_bytes)), (file.size - end_bytes, file.size)]
-            for tensor in tensors.values():
-                # Keys and labels, whatever their names: one number a row.
-                if tensor.kind in _INTEGERS and math.prod(tensor.shape[1:]) == 1:
-                    ranges.append((tensor.begin, tensor.end))
-            # One at a time in memory.
-            contents = ((begin, read(begin, end - begin)) for begin, end in ranges)
-            write_sparse_file(path, file.size, contents)
-
-        retry.call(attempt, f'reading the head of {file.path}')
+        # All of it again after damage.
+        write_head = functools.partial(_write_head, file, path)
+        retry.call(write_head, f'reading the head of {file.path}')
 
     def _open(self) -> None:
         """Reads the header, and checks that keys and latents fit each other."""
@@ -79,18 +64,20 @@ class SafetensorsFile(LatentFile):
         self._check_has(name, self._tensors)
         latents = self._tensors[name]
         # A scalar has no rows to be empty of; `_set_kind` refuses it.
-        count, *shape = latents.shape or (0,)
-        if latents.shape and not count:
-            self._set_empty()
-            return
+        count = 0
+        if latents.shape:
+            count = latents.shape[0]
+            if not count:
+                self._set_empty()
+                return
         # The mirrored pictures are a second crop of each image. With crops in the rows, they have
         # no place among them.
         views = [name]
-        row_shape = tuple(shape)
-        if len(shape) == 3:
+        row_shape = latents.shape[1:]
+        if len(row_shape) == 3:
             if name + _FLIP in self._tensors:
                 views.append(name + _FLIP)
-            row_shape = len(views), *shape
+            row_shape = (len(views), *row_shape)
         self._set_kind(name, _FLOATS.get(latents.kind, latents.kind), row_shape)
         expected = latents.kind, latents.shape
         for view in views:
@@ -123,28 +110,39 @@ class SafetensorsFile(LatentFile):
                 f'{self.path}: {name} is {kind} {shape}, expected {" or ".join(_INTEGERS)} '
                 f'({count},) to go with its latents.'
             )
-        values = np.frombuffer(self._read_bytes(begin, end - begin), _INTEGERS[kind])
-        return values.astype(np.int64)
+        data = self._read_bytes(begin, end - begin)
+        return np.frombuffer(data, _INTEGERS[kind]).astype(np.int64)
+
+
+def _write_head(file: StoredFile, path: str) -> None:
+    """Writes what `SafetensorsFile` needs of a remote file to open it."""
+    read = functools.partial(read_twice, file)
+    tensors = _parse_tensors(read, file.size, file.path)
+    # The header ends where the first tensor begins.
+    header_bytes = min((tensor.begin for tensor in tensors.values()), default=file.size)
+    # Both ends are part of the digest of the outline.
+    end_bytes = min(columns.OUTLINE_ENDS, file.size)
+    ranges = [(0, max(header_bytes, end_bytes)), (file.size - end_bytes, file.size)]
+    for tensor in tensors.values():
+        # Keys and labels, whatever their names: one number a row.
+        if tensor.kind in _INTEGERS and math.prod(tensor.shape[1:]) == 1:
+            ranges.append((tensor.begin, tensor.end))
+    # One at a time in memory.
+    contents = ((begin, read(begin, end - begin)) for begin, end in ranges)
+    write_sparse_file(path, file.size, contents)
 
 
 def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> dict[str, _Tensor]:
-    """Returns the tensors by name, from what `read(begin, nbytes)` gives of the file."""
+    """Returns the tensors by name, from what `read(begin, nbytes)` gives of the file.
+
+    Raises a ValueError for a header that is damaged or does not fit the file of `size` bytes.
+    """
     damaged = functools.partial(damaged_file_error, name, SafetensorsFile.kind)
     length = int.from_bytes(read(0, min(8, size)), 'little')
     if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
         raise damaged(f'its header would have {length:,} of {size:,} bytes')
-    start = 8 + length
     try:
-        header = json.loads(read(8, length), object_pairs_hook=_unique)
-        header.pop('__metadata__', None)
-        tensors = {}
-        for tensor, fields in header.items():
-            begin, end = fields['data_offsets']
-            shape = tuple(fields['shape'])
-            # Larger ones could make products that NumPy's sizes cannot hold.
-            if not all(type(n) is int and 0 <= n < 2**48 for n in (begin, end, *shape)):
-                raise ValueError(f'{tensor} of {shape} lies from {begin} to {end}')
-            tensors[tensor] = _Tensor(str(fields['dtype']), shape, start + begin, start + end)
+        tensors = _parse_header(read(8, length))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(f'its header cannot be read ({error})') from None
     for tensor, (kind, shape, begin, end) in tensors.items():
@@ -159,6 +157,29 @@ def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> d
             actual = f'has bytes {begin:,} to {end:,} of {size:,}'
             raise damaged(f'{tensor} of {kind} {shape} takes {required:,} bytes, but {actual}')
     return tensors
+
+
+def _parse_header(data: bytes) -> dict[str, _Tensor]:
+    """Returns what a header, JSON, says of tensors; errors of many types for other contents."""
+    header = json.loads(data, object_pairs_hook=_unique)
+    header.pop('__metadata__', None)
+    # Offsets count from the end of the header, which follows its size.
+    start = 8 + len(data)
+    tensors = {}
+    for name, fields in header.items():
+        begin, end = fields['data_offsets']
+        shape = tuple(fields['shape'])
+        are_offsets = _is_size(begin) and _is_size(end)
+        if not are_offsets or not all(map(_is_size, shape)):
+            raise ValueError(f'{name} of {shape} lies from {begin} to {end}')
+        tensors[name] = _Tensor(str(fields['dtype']), shape, start + begin, start + end)
+    return tensors
+
+
+def _is_size(number: object) -> bool:
+    """Whether a number can be a size or an offset."""
+    # Larger ones could make products that NumPy's sizes cannot hold.
+    return type(number) is int and 0 <= number < 2**48
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
