@@ -155,6 +155,7 @@ class PtFile(LatentFile):
             self._make_keys(count)
         if self._latents.ndim == 4:
             self._check_shape(latents, ('C', 'H', 'W'))
+            # One crop a row.
             self._latents = self._latents.unsqueeze(1)
         else:
             self._check_shape(latents, ('crops', 'C', 'H', 'W'))
@@ -201,7 +202,9 @@ class PtFile(LatentFile):
         # Rows of a transposed or sliced tensor are no runs of bytes.
         if not len(self.keys) or not self._latents.is_contiguous():
             return None
-        start = _storage_start(stored) + int(stored.storage_offset()) * stored.element_size()
+        # The tensor may be a part of what its storage holds.
+        offset = int(stored.storage_offset()) * stored.element_size()
+        start = _storage_start(stored) + offset
         return RowLayout((start,), self.row_nbytes)
 
     def column_names(self) -> ColumnNames:
@@ -222,7 +225,10 @@ class PtFile(LatentFile):
         return ColumnNames(texts=tuple(texts), empty=tuple(empty), others=others)
 
     def text_column(self, name: str) -> pa.Array:
-        """Reads a list of texts, large binary `(N,)`; null for a row without one."""
+        """Reads a list of texts, large binary `(N,)`; null for a row without one.
+
+        Raises a ValueError for a list of another length, and for an entry that is no text.
+        """
         values = self._content[name]
         if len(values) != len(self.keys):
             raise ValueError(
@@ -251,7 +257,9 @@ class PtFile(LatentFile):
     def embeddings(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Reads the text embeddings of some rows as float32 `(len(rows), embedding_dim)`."""
         assert self._embeddings is not None  # as `embedding_dim` tells
-        selected = self._embeddings.detach()[torch.as_tensor(np.asarray(rows, np.int64))]
+        numbers = torch.as_tensor(np.asarray(rows, np.int64))
+        selected = self._embeddings.detach()[numbers]
+        # NumPy has no bfloat16.
         return selected.to(torch.float32).numpy()
 
     def _check_stored(self, name: str, dtypes: tuple[str, ...]) -> None:
@@ -302,14 +310,16 @@ class PtFile(LatentFile):
 
         A wrong number of rows is a `RowsDisagreeError`: such a file may be left out.
         """
+        num_keys = len(self.keys)
         shape = tuple(self._content[name].shape)
-        row_fits = len(shape) == 1 + len(row_shape) and all(size > 0 for size in shape[1:])
-        if row_fits and shape[0] == len(self.keys):
+        has_axes = len(shape) == 1 + len(row_shape)
+        row_fits = has_axes and min(shape[1:]) > 0
+        if row_fits and shape[0] == num_keys:
             return
-        expected = ', '.join(map(str, (len(self.keys), *row_shape)))
+        expected = ', '.join((str(num_keys), *row_shape))
         message = (
             f'{self.path}: {name} has shape {shape}, expected ({expected}) '
-            f'to go with its {format_count(len(self.keys), "key")}.'
+            f'to go with its {format_count(num_keys, "key")}.'
         )
         if row_fits:
             raise RowsDisagreeError(message, self.keys, self.digest)
@@ -326,8 +336,10 @@ def _has_no_rows(value: object) -> bool:
 def _check_byte_order(archive: pt_archive.Archive, path: str) -> None:
     """Raises a ValueError for numbers of another byte order: torch crashes over such a file."""
     for member, start in zip(archive.members, archive.starts, strict=True):
+        # Behind the name of the archive.
+        _, _, name = member.name.partition('/')
         # torch looks names up without regard to case.
-        if member.name.partition('/')[2].lower() != 'byteorder':
+        if name.lower() != 'byteorder':
             continue
         with open(path, 'rb') as file:
             file.seek(start)
@@ -365,7 +377,9 @@ def _load_tensors(path: str, name: str, **options) -> dict[str, Any]:
         ) from None
     # Of many types, according to where in the file torch stumbles.
     except Exception as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        # Some have no text.
+        lines = str(error).splitlines() or [type(error).__name__]
+        first_line = lines[0]
         raise ValueError(
             f'{name}: cannot be read as a .pt file, probably damaged ({first_line}). '
             'Save or download it again.'
@@ -385,7 +399,7 @@ def _storage_start(tensor: torch.Tensor) -> int:
 
 
 def _elements_spanned(tensor: torch.Tensor) -> int | None:
-    """Elements from the first to the last of a tensor; None if some share memory."""
+    """Returns the elements from the first to the last of a tensor; None if some share memory."""
     if not tensor.numel():
         return 0
     span = 1
@@ -414,12 +428,15 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 def check_small_members(path: str | os.PathLike[str], name: str = '') -> None:
     """Like `pt_archive.open_archive`, but also compares all small members, such as the keys."""
     with open(path, 'rb', buffering=0) as file:
-        archive = pt_archive.read_archive(file.fileno(), name or os.fspath(path))
+        descriptor = file.fileno()
+        archive = pt_archive.read_archive(descriptor, name or os.fspath(path))
         max_bytes = pt_archive.max_small_bytes(archive.size)
         for member, start in zip(archive.members, archive.starts, strict=True):
-            if member.size <= max_bytes:
-                content = os.pread(file.fileno(), member.size, start)
-                archive.check(member, zlib.crc32(content))
+            # In a head, the larger ones are holes.
+            if member.size > max_bytes:
+                continue
+            content = os.pread(descriptor, member.size, start)
+            archive.check(member, zlib.crc32(content))
 
 
 def _write_head(file: StoredFile, path: str, check_crc: bool) -> None:
@@ -474,4 +491,9 @@ def _head_ranges(
             f'{file.path}: its small members take {total:,} bytes, expected no more than '
             f"{_MAX_SMALL * max_small:,} for '.pt' files of keys and latents."
         )
-    return [(begin, min(end, stop)) for begin, end in ranges if begin < stop]
+    # From there on, the file has been read.
+    ranges_before = []
+    for begin, end in ranges:
+        if begin < stop:
+            ranges_before.append((begin, min(end, stop)))
+    return ranges_before

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -32,6 +32,8 @@ _SUFFIXES = '.safetensors', '.mds', '.tar', '.pt'
 _PARQUET = '.parquet'
 _COMPRESSED = '.tar.gz', '.tgz', '.tar.bz2', '.tar.xz', '.tar.zst'
 _INDEX = 'index.json'
+_INDEXES = _INDEX, npy_folders.INDEX_OF_FOLDERS, schema.ENCODING_FILE
+_LISTED = (*_SUFFIXES, _PARQUET, *_COMPRESSED, *_INDEXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,10 @@ class SourceFolder:
             return self
         files = find_captions(self.root, captions)
         captions_paths = {file.path for file in files.values()}
-        latent_files = tuple(x for x in self.latent_files if x.path not in captions_paths)
+        latent_files = []
+        for file in self.latent_files:
+            if file.path not in captions_paths:
+                latent_files.append(file)
         # The records of `mirror` are about the files in its folder.
         in_folder = {}
         for name, file in files.items():
@@ -73,7 +78,7 @@ class SourceFolder:
         return dataclasses.replace(
             self,
             # Captions may also be a column of the latents' own Parquet files.
-            latent_files=latent_files or self.latent_files,
+            latent_files=tuple(latent_files or self.latent_files),
             caption_files=tuple(files.values()),
             by_name=others | files,
         )
@@ -103,26 +108,35 @@ def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str,
     if not captions:
         return {}
     files = storage.list_folder(place, missing_ok=True)
-    tables = [table for table in sorted(files) if table.endswith(_PARQUET)]
+    tables = _list_tables(files)
     if not tables:
-        in_root = [table for table in sorted(storage.list_folder(root)) if table.endswith(_PARQUET)]
+        in_root = _list_tables(storage.list_folder(root))
         problem = f'{place} is neither a file nor a folder with Parquet files; those in {root} are'
         raise FieldError('captions', captions, f'{problem} {in_root}: set captions.')
+    # The folder of the source itself has no name.
     return {f'{name}/{table}'.lstrip('/'): files[table] for table in tables}
+
+
+def _list_tables(files: Iterable[str]) -> list[str]:
+    """Returns the names of the Parquet files right in a folder, in order, of all names in it."""
+    tables = []
+    for name in sorted(files):
+        if name.endswith(_PARQUET) and '/' not in name:
+            tables.append(name)
+    return tables
 
 
 def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     """Finds the files of a source and checks that all are there; reads only small indexes.
 
     The source is a local folder, `gs://bucket/folder`, or
-    `hf://datasets/owner/name[@revision][/folder]`.
+    `hf://datasets/owner/name[@revision][/folder]`. Raises a ValueError for a folder without
+    latents, for a damaged index, and for files that are missing or have changed.
     """
-    indexes = _INDEX, npy_folders.INDEX_OF_FOLDERS, schema.ENCODING_FILE
-    suffixes = (*_SUFFIXES, _PARQUET, *_COMPRESSED, *indexes)
     try:
         # Pinned, so that all files of the hub are of one commit.
         source_storage = storage.open_folder(root).pin()
-        listing = source_storage.list_visible(schema.LATENTS_FOLDER, suffixes)
+        listing = source_storage.list_visible(schema.LATENTS_FOLDER, _LISTED)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f'{root} is not a folder; expected the folder of the source data.'
@@ -133,7 +147,9 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     names, index_names = _find_latents(source_storage, encoded, listing)
     # Keys of rows without keys are hashes of this label, so that they stay when the folder moves.
     files = {name: dataclasses.replace(listing[name], label=name) for name in names}
-    for name in (schema.CAPTIONS_FILE, *index_names):
+    other_names = [schema.CAPTIONS_FILE]
+    other_names += index_names
+    for name in other_names:
         if name in listing:
             files[name] = listing[name]
     # `mirror` may have written there.
@@ -150,14 +166,14 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     caption_files: tuple[StoredFile, ...] = ()
     if schema.CAPTIONS_FILE in files:
         caption_files = (files[schema.CAPTIONS_FILE],)
-    tables = [name for name in sorted(listing) if '/' not in name and name.endswith(_PARQUET)]
+    tables = ', '.join(_list_tables(listing)) or 'none'
     return SourceFolder(
         root=folder,
         latent_files=tuple(files[name] for name in names),
         caption_files=caption_files,
         by_name=files,
         no_captions=f'{folder}/{schema.CAPTIONS_FILE} is missing; set captions to a Parquet file '
-        f'or a folder of them (Parquet files in the folder: {", ".join(tables) or "none"}), or '
+        f'or a folder of them (Parquet files in the folder: {tables}), or '
         'put captions or labels next to the latents',
         encoding=encoding.settings,
     )
@@ -191,10 +207,13 @@ def _find_latents(
     names = _latent_names(listing, [_PARQUET])
     if names:
         return names, [npy_folders.INDEX_OF_FOLDERS]
-    tars = [name for name in sorted(listing) if name.endswith(_COMPRESSED)]
-    hint = f' {tars[0]} is compressed, and only plain tars are read.' if tars else ''
+    compressed_tars = [name for name in sorted(listing) if name.endswith(_COMPRESSED)]
+    hint = ''
+    if compressed_tars:
+        hint = f' {compressed_tars[0]} is compressed, and only plain tars are read.'
+    suffixes = ', '.join((*_SUFFIXES, _PARQUET))
     raise ValueError(
-        f'No {", ".join((*_SUFFIXES, _PARQUET))} files in {source.folder}/{schema.LATENTS_FOLDER} '
+        f'No {suffixes} files in {source.folder}/{schema.LATENTS_FOLDER} '
         f'or {source.folder}; expected files of latents like 000000-000009.pt there.{hint} '
         f'{how_to_encode(source.folder)}.'
     )
@@ -222,9 +241,12 @@ def _read_encoding(file: StoredFile | None) -> Encoding:
 def _names_in_encoding(
     folder: ReadableFolder, encoded: Mapping[str, FileState], listing: Mapping[str, StoredFile]
 ) -> list[str]:
-    """Names of the tars of an encoding: all that it names, and there must be no others."""
+    """Returns the names of the tars of an encoding, in order.
+
+    Raises a ValueError if one is missing, or there are files of latents that it does not name.
+    """
     # With buckets, each folder of a shape is a source, because rows of a source are alike.
-    sub_folders = sorted({os.path.dirname(name) for name in encoded} - {''})
+    sub_folders = _list_sub_folders(encoded)
     if sub_folders:
         raise ValueError(f'{folder.folder}: its folders are sources, such as {sub_folders[0]}.')
     encoding_path = folder.path_of(schema.ENCODING_FILE)
@@ -236,7 +258,10 @@ def _names_in_encoding(
             'again.'
         )
     # Tars of another run would be read as latents of the same VAE.
-    others = [name for name in listing if name.endswith(_SUFFIXES) and name not in encoded]
+    others = []
+    for name in listing:
+        if name.endswith(_SUFFIXES) and name not in encoded:
+            others.append(name)
     if others:
         raise ValueError(
             f'{folder.path_of(min(others))}: is not of the encoding, which {encoding_path} '
@@ -245,8 +270,14 @@ def _names_in_encoding(
     return sorted(encoded)
 
 
+def _list_sub_folders(names: Iterable[str]) -> list[str]:
+    """Returns the folders that files lie in, in order, without that of names without a folder."""
+    folders = {os.path.dirname(name) for name in names}
+    return sorted(folders - {''})
+
+
 def _latent_names(listing: Mapping[str, StoredFile], suffixes: Sequence[str]) -> list[str]:
-    """Names of the files of latents: of one folder and one format, the first that there is."""
+    """Returns the names of the files of latents: of one folder and format, the first there is."""
     for folder in (schema.LATENTS_FOLDER, ''):
         in_folder = []
         for name in sorted(listing):
@@ -262,20 +293,13 @@ def _latent_names(listing: Mapping[str, StoredFile], suffixes: Sequence[str]) ->
 def _names_in_index(
     folder: ReadableFolder, index: StoredFile, listing: dict[str, StoredFile]
 ) -> list[str]:
-    """Names of the shards of MDS in an `index.json`; adds those of sub-folders to the listing."""
+    """Returns the names of the shards of MDS in an `index.json`.
+
+    Adds those of sub-folders to the listing. Raises a ValueError for a damaged index, and for a
+    shard that is missing, compressed or of another size.
+    """
     try:
-        shards = json.loads(index.read())['shards']
-        sizes = {}
-        has_compressed = False
-        for shard in shards:
-            raw = shard['raw_data']
-            sizes[raw['basename']] = raw['bytes']
-            has_compressed = has_compressed or bool(shard['compression'])
-        folders = sorted({os.path.dirname(name) for name in sizes} - {''})
-        # Neither `..` nor deeper folders: an index leads nowhere else.
-        is_plain = all(re.fullmatch(r'[^./][^/]*', folder) for folder in folders)
-        if len(sizes) < len(shards) or not is_plain:
-            raise ValueError(f'it has shards {list(sizes)[:3]}')
+        sizes, has_compressed = _parse_index(index.read())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f'{index.path}: is damaged or not an index of MDS shards ({error}). Copy it again. '
@@ -283,7 +307,7 @@ def _names_in_index(
         ) from None
     if not sizes:
         raise ValueError(f'{index.path}: has no shards.')
-    for sub_folder in folders:
+    for sub_folder in _list_sub_folders(sizes):
         listing |= folder.list_visible(sub_folder, _SUFFIXES)
     for name, size in sizes.items():
         path = f'{folder.folder}/{name}'
@@ -297,6 +321,27 @@ def _names_in_index(
             has = f'has {format_count(file.size, "byte")}' if file else 'is missing'
             raise ValueError(f'{path}: {has}, but {index.path} says {size} bytes. Copy it again.')
     return list(sizes)
+
+
+def _parse_index(data: bytes) -> tuple[dict[str, int], bool]:
+    """Returns the size of each shard by its name, and whether any is compressed.
+
+    Raises errors of many types for other contents.
+    """
+    shards = json.loads(data)['shards']
+    sizes = {}
+    has_compressed = False
+    for shard in shards:
+        raw = shard['raw_data']
+        sizes[raw['basename']] = raw['bytes']
+        has_compressed = has_compressed or bool(shard['compression'])
+    # Neither `..` nor deeper folders: an index leads nowhere else.
+    folders = _list_sub_folders(sizes)
+    is_plain = all(re.fullmatch(r'[^./][^/]*', folder) for folder in folders)
+    # Names that occur twice are one entry.
+    if len(sizes) < len(shards) or not is_plain:
+        raise ValueError(f'it has shards {list(sizes)[:3]}')
+    return sizes, has_compressed
 
 
 def _add_states(
@@ -315,13 +360,21 @@ def _add_states(
             # A listing of a local disk has no checksums: only sizes are compared here.
             copied_files.check_recorded_state(file.state, recorded, file.path)
     # Next to files that `mirror` has copied, one that it has not is probably a mistake.
-    unrecorded = [file.path for name, file in files.items() if mirrored and name not in states]
-    if unrecorded:
-        suffix = f' and {len(unrecorded) - 1} more' if unrecorded[1:] else ''
-        logging.warning(
-            f'{unrecorded[0]}: mirror did not copy this file{suffix}, unlike others in the source.'
-        )
+    if mirrored:
+        _warn_of_unrecorded([file.path for name, file in files.items() if name not in states])
     recorded_files = {}
     for name, file in files.items():
         recorded_files[name] = dataclasses.replace(file, recorded=states.get(name))
     return recorded_files
+
+
+def _warn_of_unrecorded(paths: Sequence[str]) -> None:
+    """Names the first of the files that `mirror` has not copied, if there are any."""
+    if not paths:
+        return
+    others = ''
+    if len(paths) > 1:
+        others = f' and {len(paths) - 1} more'
+    logging.warning(
+        f'{paths[0]}: mirror did not copy this file{others}, unlike others in the source.'
+    )

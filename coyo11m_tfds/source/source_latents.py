@@ -102,20 +102,27 @@ def write_numbers(
     folder: str | os.PathLike[str],
     latents: schema.LatentsFrom,
 ) -> str:
-    """Copies numbers next to the latents into a Parquet file in `folder`, and returns its path."""
+    """Copies numbers next to the latents into a Parquet file in `folder`, and returns its path.
+
+    The file has `key` and `column`, null for a row without a number. Raises a ValueError for a
+    file of latents without the column, and for types that no common one holds.
+    """
 
     def read_one(file: StoredFile) -> pa.Table:
         """Returns the keys and the numbers of one file."""
         with _open_head(file, folder, SourceOptions(latents)) as shard:
             names = shard.column_names()
-            keys = pa.array(shard.keys)
-            if not len(keys) or column in names.empty:
-                return pa.table({schema.PARQUET_KEY: keys, column: pa.nulls(len(keys))})
-            if column not in names.numbers:
+            count = len(shard.keys)
+            # Other files may have numbers in a column that is empty in this one.
+            if not count or column in names.empty:
+                numbers = pa.nulls(count)
+            elif column in names.numbers:
+                numbers = shard.number_column(column)
+            else:
                 raise ValueError(
                     f"{file.path}: has no numbers '{column}'; it has {list(names.numbers)}."
                 )
-            return pa.table({schema.PARQUET_KEY: keys, column: shard.number_column(column)})
+            return pa.table({schema.PARQUET_KEY: pa.array(shard.keys), column: numbers})
 
     with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads:
         tables = list(threads.map(read_one, files))
@@ -166,7 +173,7 @@ def _read_texts(file: LatentFile, options: SourceOptions) -> FileTexts:
             )
     if options.labels and not names.labels:
         raise ValueError(f'{file.path}: has no labels; expected one of {", ".join(LABELS)}.')
-    captions = None
+    captions: tuple[str, pa.Array] | None = None
     if column in names.empty:
         captions = column, pa.nulls(len(file.keys), pa.large_binary())
     elif column:
@@ -235,34 +242,40 @@ class TextTables:
         self._folder = os.fspath(folder)
         self._writer: pq.ParquetWriter | None = None
         self._has_text = False  # whether a file before had any
-        self._labels: list[tuple[np.ndarray, np.ndarray]] = []
+        # Of the files with labels, each.
+        self._label_keys: list[np.ndarray] = []
+        self._labels: list[np.ndarray] = []
         self._label_column = ''
 
     def add(self, path: str, keys: np.ndarray, file_texts: FileTexts) -> None:
         """Adds the rows of a file; raises a ValueError if its columns differ from those before."""
         if file_texts.captions:
-            name, texts = file_texts.captions
-            if self._writer is None:
-                self.captions = os.path.join(self._folder, 'captions-of-files.parquet')
-                fields = [(schema.PARQUET_KEY, pa.int64()), (self.COLUMN, pa.large_binary())]
-                self._writer = pq.ParquetWriter(
-                    self.captions, pa.schema(fields), write_page_checksum=True
-                )
-            # Where all rows are null, the name says nothing.
-            has_text = texts.null_count < len(texts)
-            if has_text and self._has_text and name != self.caption_column:
-                raise ValueError(
-                    f"{path}: has captions '{name}', expected '{self.caption_column}' as in the "
-                    'files before it. Give the column one name in all files, or set caption_column '
-                    'to one that all of them have.'
-                )
-            if has_text or not self.caption_column:
-                self.caption_column = name
-            self._has_text |= has_text
-            self._writer.write_table(pa.table([keys, texts], schema=self._writer.schema))
+            self._add_captions(path, keys, *file_texts.captions)
         if file_texts.labels:
             self._label_column, labels = file_texts.labels
-            self._labels.append((keys, labels))
+            self._label_keys.append(keys)
+            self._labels.append(labels)
+
+    def _add_captions(self, path: str, keys: np.ndarray, name: str, texts: pa.Array) -> None:
+        """Writes the captions of a file, which are in the column `name` of it."""
+        if self._writer is None:
+            self.captions = os.path.join(self._folder, 'captions-of-files.parquet')
+            fields = [(schema.PARQUET_KEY, pa.int64()), (self.COLUMN, pa.large_binary())]
+            self._writer = pq.ParquetWriter(
+                self.captions, pa.schema(fields), write_page_checksum=True
+            )
+        # Where all rows are null, the name says nothing.
+        has_text = texts.null_count < len(texts)
+        if has_text and self._has_text and name != self.caption_column:
+            raise ValueError(
+                f"{path}: has captions '{name}', expected '{self.caption_column}' as in the "
+                'files before it. Give the column one name in all files, or set caption_column '
+                'to one that all of them have.'
+            )
+        if has_text or not self.caption_column:
+            self.caption_column = name
+        self._has_text |= has_text
+        self._writer.write_table(pa.table([keys, texts], schema=self._writer.schema))
 
     def close(self) -> None:
         """Completes the files."""
@@ -270,7 +283,8 @@ class TextTables:
             self._writer.close()
         if not self._labels:
             return
-        all_keys, all_labels = map(np.concatenate, zip(*self._labels, strict=True))
+        all_keys = np.concatenate(self._label_keys)
+        all_labels = np.concatenate(self._labels)
         # Each key once, as a sidecar has to have it; the build drops the other rows.
         firsts, _ = keyed_values.order_by_key(all_keys)
         keys = all_keys[firsts]
@@ -305,7 +319,8 @@ class SourceLatents:
         # Of all rows in the files' order, int64, with the index of each file's first row and, last,
         # the number of all rows.
         self.keys = np.concatenate([head.keys for head in heads])
-        self.starts = np.cumsum([0, *(len(head.keys) for head in heads)])
+        ends = np.cumsum([len(head.keys) for head in heads])
+        self.starts = np.append(0, ends)
         self.digests = tuple(head.digest for head in heads)
         # The first row of each key is the one that counts.
         first_rows, _ = keyed_values.order_by_key(self.keys)
@@ -331,7 +346,9 @@ class SourceLatents:
         self.disagreeing_files = tuple(disagreeing_files)
         self.disagreeing = np.concatenate(disagreeing_keys)
         if not good:
-            others = ', nor has any other file of this source' if files[1:] else ''
+            others = ''
+            if len(files) > 1:
+                others = ', nor has any other file of this source'
             raise ValueError(f'{files[0].path}: has no rows{others}.')
         first_path, first = good[0]
         self.dtype = first.dtype
@@ -355,7 +372,8 @@ class SourceLatents:
         """Opens and checks every file.
 
         `head_dir` is an existing, empty folder for the heads of remote files, some MB each, and for
-        captions and labels.
+        captions and labels. Raises a ValueError for a damaged file, for files of different kinds
+        and, unless `options.drop_bad`, for repeated keys and for tensors that disagree.
         """
         heads = []
         texts = TextTables(head_dir)
@@ -370,11 +388,16 @@ class SourceLatents:
                 heads.append(head)
                 progress.add(1)
         texts.close()
+        disagreements = []
+        num_rows = 0
+        for head in heads:
+            num_rows += len(head.keys)
+            if head.disagreement:
+                disagreements.append(head.disagreement)
         # If no file is good, there is no kind of latents to go on with, whatever may be dropped.
-        bad = [head.disagreement for head in heads if head.disagreement]
-        if bad and not any(len(head.keys) for head in heads):
-            raise bad[0]
-        for error in bad:
+        if disagreements and not num_rows:
+            raise disagreements[0]
+        for error in disagreements:
             logging.warning('left out: %s', error)
         latents = cls(files, heads, options.check_crc, texts)
         if not options.drop_bad:
