@@ -7,7 +7,6 @@ so `score == 0.1` finds 0.1 in float32.
 import ast
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,13 +50,13 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the condition of a text; a ValueError, with the syntax, for another text."""
+        """Returns the condition of a text; raises a ValueError, with the syntax, for others."""
         try:
             if len(text) > _MAX_LENGTH:
                 raise ValueError(f'it has more than {_MAX_LENGTH} characters')
             tree = ast.parse(text.strip(), mode='eval').body
-            names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
-            condition = cls(ast.unparse(tree), tuple(dict.fromkeys(names)))
+            names = _list_names(tree)
+            condition = cls(ast.unparse(tree), names)
             # Without rows it raises the same errors as with them, now rather than in a run.
             condition.evaluate(dict.fromkeys(names, np.empty(0)))
             return condition
@@ -73,13 +72,16 @@ class Condition:
 
     def check_columns(self, stored: StoredDataset) -> None:
         """Raises a ValueError if a data set lacks a column of numbers that it compares."""
-        added = {name: x for name, x in stored.columns.items() if isinstance(x, AddedColumn)}
-        available = [name for name, x in added.items() if not x.feature and x.shape == ()]
+        available = [schema.KEY]
+        for name, column in stored.columns.items():
+            is_added = isinstance(column, AddedColumn) and not column.feature
+            if is_added and column.shape == ():
+                available.append(name)
         for name in self.names:
-            if name != schema.KEY and name not in available:
+            if name not in available:
                 raise ValueError(
                     f'{stored.folder}: where={self.text!r}: {name!r} is not a column of single '
-                    f'numbers; there are {[schema.KEY, *available]}. python -m '
+                    f'numbers; there are {available}. python -m '
                     'coyo11m_tfds.add_column --parquet adds some.'
                 )
 
@@ -93,20 +95,30 @@ class Condition:
         return f'{self.text} [{", ".join(crcs)}]'
 
 
+def _list_names(tree: ast.expr) -> tuple[str, ...]:
+    """Returns the distinct names in a condition."""
+    names: dict[str, None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            names[node.id] = None
+    return tuple(names)
+
+
 def _evaluate(node: ast.expr, columns: Columns) -> np.ndarray:
     """Returns which rows meet a condition, bool `(n,)`; raises a ValueError for anything else."""
     match node:
         case ast.BoolOp(operation, values):
             combine = operator.and_ if isinstance(operation, ast.And) else operator.or_
-            return functools.reduce(combine, [_evaluate(value, columns) for value in values])
+            results = [_evaluate(value, columns) for value in values]
+            return functools.reduce(combine, results)
         case ast.UnaryOp(ast.Not(), operand):
             return ~_evaluate(operand, columns)
         case ast.Compare(left, kinds, others):
             # `0 < a < b` is `0 < a and a < b`.
             results = []
-            sides = itertools.pairwise([left, *others])
-            for (smaller, larger), kind in zip(sides, kinds, strict=True):
-                results.append(_compare(smaller, larger, kind, columns))
+            for right, kind in zip(others, kinds, strict=True):
+                results.append(_compare(left, right, kind, columns))
+                left = right
             return functools.reduce(operator.and_, results)
     raise ValueError(f'{ast.unparse(node)!r} does not compare anything')
 
@@ -150,10 +162,10 @@ def _value(node: ast.expr, columns: Columns) -> Any:
 
 
 def _list_set_bits() -> np.ndarray:
-    """Returns, by byte and n, the position of the byte's n-th set bit, from the lowest."""
+    """Returns the position of a byte's n-th set bit, from the lowest; int64 `(256, 8)`."""
     positions = np.zeros((256, 8), np.int64)
     for byte in range(256):
-        set_bits = [bit for bit in range(8) if byte >> bit & 1]
+        set_bits = np.flatnonzero(byte >> np.arange(8) & 1)
         positions[byte, : len(set_bits)] = set_bits
     return positions
 
@@ -183,7 +195,9 @@ class KeptRecords:
         # it takes most of the memory.
         count_dtype = np.uint32 if size < 2**32 else np.uint64
         self._before = np.zeros(len(self._bits) + 1, count_dtype)
-        np.cumsum(np.bitwise_count(self._bits), dtype=self._before.dtype, out=self._before[1:])
+        counts = np.bitwise_count(self._bits)
+        # Into the array that stays, without another one of its size.
+        np.cumsum(counts, dtype=count_dtype, out=self._before[1:])
         self.num_records = int(self._before[-1])
         self._shard_lengths = shard_lengths
         self._first_numbers = shard_ends - shard_lengths
@@ -199,7 +213,8 @@ class KeptRecords:
         byte = np.searchsorted(self._before, number_in_split, side='right') - 1
         number_in_byte = (number_in_split - self._before[byte]).astype(np.int64)
         bit = _SET_BITS[self._bits[byte], number_in_byte]
-        return byte * 8 + bit - self._first_numbers[shard]
+        record_in_split = byte * 8 + bit
+        return record_in_split - self._first_numbers[shard]
 
     def num_records_in_kept_runs(self) -> int:
         """Returns the number of records of all runs with at least one kept record.
@@ -207,20 +222,23 @@ class KeptRecords:
         A run has `schema.CHUNK_STRIDE` records of a shard: so many are read together.
         """
         ends = self._first_numbers + self._shard_lengths
-        # Runs begin anew in each shard.
+        # Runs begin anew in each shard, so the last one of a shard may be shorter.
         begins_of_shards = []
         for first, end in zip(self._first_numbers.tolist(), ends.tolist(), strict=True):
             begins_of_shards.append(np.arange(first, end, schema.CHUNK_STRIDE))
         run_begin = np.concatenate(begins_of_shards)
         run_end = np.append(run_begin[1:], ends[-1])
         has_kept = self._count_before(run_end) > self._count_before(run_begin)
-        return int((run_end - run_begin)[has_kept].sum())
+        run_length = run_end - run_begin
+        return int(run_length[has_kept].sum())
 
     def _count_before(self, number: np.ndarray) -> np.ndarray:
         """Returns how many kept records stand before a record of the split; int64, same shape."""
         byte = number >> 3
-        lower_bits = (1 << (number & 7)) - 1
-        num_in_byte = np.bitwise_count(self._bits[byte] & lower_bits.astype(np.uint8))
+        bit = number & 7
+        # A mask of the records of the byte that stand before this one.
+        lower_bits = ((1 << bit) - 1).astype(np.uint8)
+        num_in_byte = np.bitwise_count(self._bits[byte] & lower_bits)
         return self._before[byte].astype(np.int64) + num_in_byte
 
 
@@ -233,7 +251,8 @@ def find_kept(
 ) -> KeptRecords:
     """Reads the columns of a condition and finds the records that it keeps (40 million in 0.3 s).
 
-    `read_keys` yields keys in blocks of a size, masked where they cannot be read: not kept.
+    `read_keys` yields keys in blocks of a size, masked where they cannot be read: not kept. Raises
+    a ValueError if it keeps no record, a DamagedError if a column differs from its CRC-32C.
     """
     num_records = int(shard_lengths.sum())
     columns = {}
@@ -242,9 +261,10 @@ def find_kept(
             columns[name] = read_keys(_BLOCK_ROWS)
         else:
             columns[name] = _read_column(stored, name, split, num_records)
-    # Block by block: all columns of a large split would take too much memory.
 
     def evaluate_blocks() -> Iterator[np.ndarray]:
+        """Yields whether each record is kept, bool, in blocks."""
+        # All columns of a large split would take too much memory.
         for values in zip(*columns.values(), strict=True):
             is_kept = condition.evaluate(dict(zip(columns, values, strict=True)))
             # Nobody knows whether a record without a key meets the condition.
@@ -278,7 +298,9 @@ def _read_column(
     for first in range(0, num_records, _BLOCK_ROWS):
         count = min(_BLOCK_ROWS, num_records - first)
         data = file.read_range(start + first * dtype.itemsize, count * dtype.itemsize)
-        values = np.ascontiguousarray(np.frombuffer(data, dtype)['value'])
+        rows = np.frombuffer(data, dtype)
+        # A row also has a checksum; the values are copied together, as the CRC-32C covers them.
+        values = np.ascontiguousarray(rows['value'])
         # All rows are read, so one checksum of all takes the place of one for each row.
         crc = google_crc32c.extend(crc, values.tobytes())
         yield values

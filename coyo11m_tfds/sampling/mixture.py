@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, Self
@@ -54,14 +55,18 @@ class Stage:
 
     def samples(self, begin: int, end: int) -> tuple[int, ...]:
         """Returns the samples of each source in a lane's share of the steps `[begin, end)`."""
-        steps = (self._count_steps(end) - self._count_steps(begin)).tolist()
-        # A source gives nothing to batches of another shape.
-        return tuple(c * steps[shape] for c, shape in zip(self.counts, self.shapes, strict=True))
+        num_steps = self._count_steps(end) - self._count_steps(begin)  # of each shape
+        samples = []
+        for count, shape in zip(self.counts, self.shapes, strict=True):
+            # A source gives nothing to batches of another shape.
+            samples.append(count * int(num_steps[shape]))
+        return tuple(samples)
 
     def _count_steps(self, end: int) -> np.ndarray:
         """Returns how many of the steps `[0, end)` have each shape, int64 `(num_shapes,)`."""
         # The cycle is counted from step 0 in every stage, so that a step's shape needs no history.
         num_cycles, remainder = divmod(end, len(self.cycle))
+        # Also of shapes that have no step: their sources have no weight in this stage.
         num_shapes = max(self.shapes) + 1
         in_cycle = np.bincount(self.cycle, minlength=num_shapes)
         in_remainder = np.bincount(self.cycle[:remainder], minlength=num_shapes)
@@ -79,12 +84,18 @@ class BatchShares:
         shapes: Sequence[Hashable] = (),
         names: Sequence[str] = (),
     ):
-        """Takes the samples of a lane in a batch, and the shape of each source; () if all equal."""
+        """Takes the samples of a lane in a batch, and the shape of each source; () if all equal.
+
+        Raises a ValueError for stages that do not follow each other, and for weights that give a
+        source no sample.
+        """
         self.per_lane = per_lane
         self._names = names or [str(number) for number in range(len(weights))]
-        # Shapes are numbered in the order of their first sources.
-        numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
-        self._shapes = tuple(numbers[x] for x in shapes) or (0,) * len(weights)
+        self._shapes = (0,) * len(weights)
+        if shapes:
+            # Shapes are numbered in the order of their first sources.
+            distinct_shapes = list(dict.fromkeys(shapes))
+            self._shapes = tuple(distinct_shapes.index(shape) for shape in shapes)
         begins = [0]
         self._weights = [_fractions(weights, len(weights), 'weights')]
         for stage in stages:
@@ -97,8 +108,10 @@ class BatchShares:
                 raise ValueError(f"stages: 'from': {begin} does not come after {begins[-1]}")
             begins.append(begin)
             self._weights.append(stage_weights)
-        # The last stage has no end.
-        ends = [*begins[1:], math.inf]
+        # A stage ends where the next begins, and the last has no end.
+        ends: list[float] = []
+        ends += begins[1:]
+        ends.append(math.inf)
         self.stages = []
         for begin, end, stage_weights in zip(begins, ends, self._weights, strict=True):
             counts = self._share_out(stage_weights)
@@ -120,16 +133,19 @@ class BatchShares:
         # Shares are constant within a stage, so there is a sum for each stage.
         while begin < step:
             stage = self.stage_at(begin)
-            end = step if step < stage.end else int(stage.end)
+            end = int(min(step, stage.end))
             in_stage = stage.samples(begin, end)
-            samples = tuple(map(sum, zip(samples, in_stage, strict=True)))
+            samples = tuple(map(operator.add, samples, in_stage))
             begin = end
         return Position(step, samples)
 
     @functools.cached_property
     def summary(self) -> list[str]:
         """Returns a line for each stage: shares of the sources, and weights that would be exact."""
-        return [self._summarize(*x) for x in zip(self.stages, self._weights, strict=True)]
+        lines = []
+        for stage, weights in zip(self.stages, self._weights, strict=True):
+            lines.append(self._summarize(stage, weights))
+        return lines
 
     def _weigh_shapes(self, weights: list[Fraction]) -> list[Fraction]:
         """Returns the sum of the weights of the sources of each shape."""
@@ -151,13 +167,14 @@ class BatchShares:
             for number, source_shape in enumerate(self._shapes):
                 if source_shape == shape and weights[number]:
                     members.append(number)
-            shares = [weights[i] / total for i in members]
+            shares = [weights[number] / total for number in members]
             rounded = _largest_remainders(shares, self.per_lane)
-            for i, share, count in zip(members, shares, rounded, strict=True):
-                counts[i] = count
+            for number, share, count in zip(members, shares, rounded, strict=True):
+                counts[number] = count
                 if not count:
+                    name = self._names[number]
                     raise ValueError(
-                        f'source {self._names[i]!r} has {float(share):.4g} of the weights, too '
+                        f'source {name!r} has {float(share):.4g} of the weights, too '
                         f'little for one of the {self.per_lane} samples that a lane gives to a '
                         'batch: give it a larger weight, or set fewer lanes or a batch_size of '
                         f'{math.ceil(1 / share)} times the lanes'
@@ -169,15 +186,13 @@ class BatchShares:
 
         Raises a ValueError for a shape that gets no step of the longest cycle.
         """
-        # The smallest whole numbers in proportion to the weights, so the shortest cycle.
-        shape_weights = self._weigh_shapes(weights)
-        unit = math.lcm(*(x.denominator for x in shape_weights))
-        quotas = [int(x * unit) for x in shape_weights]
-        divisor = math.gcd(*quotas)
-        quotas = [x // divisor for x in quotas]
+        # The shortest cycle.
+        quotas = _reduce_to_integers(self._weigh_shapes(weights))
+        num_steps = sum(quotas)
         # Nobody needs shares finer than this, and a cycle of any length would take any memory.
-        if sum(quotas) > _MAX_CYCLE:
-            quotas = _largest_remainders([Fraction(x, sum(quotas)) for x in quotas], _MAX_CYCLE)
+        if num_steps > _MAX_CYCLE:
+            shares = [Fraction(quota, num_steps) for quota in quotas]
+            quotas = _largest_remainders(shares, _MAX_CYCLE)
         for number, shape in enumerate(self._shapes):
             if weights[number] and not quotas[shape]:
                 raise ValueError(
@@ -192,6 +207,7 @@ class BatchShares:
             for number in range(quota):
                 middle = Fraction(2 * number + 1, 2 * quota)
                 steps.append((middle, shape))
+        # Of equal middles, the shape with the lower number comes first.
         return np.array([shape for _, shape in sorted(steps)])
 
     def _summarize(self, stage: Stage, weights: list[Fraction]) -> str:
@@ -216,9 +232,11 @@ class BatchShares:
         for shape in set(stage.cycle.tolist()):
             members = stage.members(shape)
             total = sum(weights[number] for number in members)
-            denominators += [(weights[number] / total).denominator for number in members]
+            for number in members:
+                share_in_shape = weights[number] / total
+                denominators.append(share_in_shape.denominator)
         divisor = math.gcd(*samples)
-        exact_weights = ':'.join(str(x // divisor) for x in samples)
+        exact_weights = ':'.join(str(count // divisor) for count in samples)
         return (
             f'shares {", ".join(shares)}, in steps of 1/{self.per_lane} (lanes/batch_size): '
             f'weights {exact_weights} are exact, and so is batch_size a multiple of '
@@ -238,15 +256,16 @@ def _parse_stage(stage: Any, count: int) -> tuple[int, list[Fraction]]:
 
 
 def _fractions(weights: Any, count: int, argument: str) -> list[Fraction]:
-    """Returns weights as they are written: 0.1 is a tenth."""
+    """Returns `count` weights as they are written: 0.1 is a tenth; ValueError for other things."""
     try:
         # By its text: as a binary number, 0.1 is a fraction that makes the cycle long.
-        fractions = [Fraction(str(float(x))) for x in weights]
+        fractions = [Fraction(str(float(weight))) for weight in weights]
     # Infinity and NaN are no fractions.
     except (TypeError, ValueError):
         fractions = []
-    has_negative = any(x < 0 for x in fractions)
-    if len(fractions) != count or has_negative or not 0 < sum(fractions) < 10**12:
+    has_negative = any(fraction < 0 for fraction in fractions)
+    is_possible = 0 < sum(fractions) < 10**12
+    if len(fractions) != count or has_negative or not is_possible:
         raise ValueError(
             f'{argument} {weights!r}: expected a number of at least 0 for each of {count} sources, '
             'not all of them 0'
@@ -254,15 +273,24 @@ def _fractions(weights: Any, count: int, argument: str) -> list[Fraction]:
     return fractions
 
 
+def _reduce_to_integers(weights: Sequence[Fraction]) -> list[int]:
+    """Returns the smallest whole numbers in proportion to some weights."""
+    unit = math.lcm(*(weight.denominator for weight in weights))
+    numbers = [int(weight * unit) for weight in weights]
+    divisor = math.gcd(*numbers)
+    return [number // divisor for number in numbers]
+
+
 def _largest_remainders(shares: Sequence[Fraction], total: int) -> list[int]:
     """Returns whole numbers that add up to a total, each its share rounded down or up."""
     exact = [share * total for share in shares]
     counts = [math.floor(x) for x in exact]
     # What is missing goes to those that lost most by rounding down; of equal losses, to the first.
-    by_loss = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    gains = [count - share for count, share in zip(counts, exact, strict=True)]
+    by_loss = sorted(range(len(gains)), key=lambda number: gains[number])
     num_missing = total - sum(counts)
-    for i in by_loss[:num_missing]:
-        counts[i] += 1
+    for number in by_loss[:num_missing]:
+        counts[number] += 1
     return counts
 
 
@@ -285,7 +313,10 @@ class Cursor(NamedTuple):
         return {'step': step, 'samples': dict(zip(self.digests, samples, strict=True))}
 
     def at(self, state: Mapping[str, Any]) -> Self:
-        """Returns the cursor of a state, also of another batch size or of other sources."""
+        """Returns the cursor of a state, also of another batch size or of other sources.
+
+        Raises a ValueError for anything else, such as the state of another order.
+        """
         try:
             step = arguments.convert('', state['step'], int)
             # By digest, not by position: sources may come in another order. Samples of sources that

@@ -95,8 +95,9 @@ class Order:
             )
         self.window = min(settings.window, self.lane_length)
         # Of each shard, the number of its last chunk and one more: chunks do not span shards.
-        self._chunk_ends = np.cumsum(-(-self.shard_lengths // settings.chunk))
-        self._windows_per_epoch = -(-self.lane_length // self.window)
+        num_chunks = -(-self.shard_lengths // settings.chunk)  # rounded up
+        self._chunk_ends = np.cumsum(num_chunks)
+        self._windows_per_epoch = -(-self.lane_length // self.window)  # rounded up
         # Threads that read different lanes need the same epochs at about the same time.
         make_stream = functools.partial(
             _EpochStream, self.shard_lengths, self._chunk_ends, settings
@@ -115,7 +116,10 @@ class Order:
         shards = []
         records = []
         # From each begin of an epoch to the next: every epoch has a stream of its own.
-        for first, last in itertools.pairwise([begin, *later_epoch_begins, end]):
+        bounds = [begin]
+        bounds += later_epoch_begins
+        bounds.append(end)
+        for first, last in itertools.pairwise(bounds):
             shard, record = self._samples_of_epoch(lanes, first, last)
             shards.append(shard)
             records.append(record)
@@ -146,7 +150,8 @@ class Order:
         skip = first - window[0] * self.window
         position = position.reshape(len(lanes), -1)[:, skip : skip + end - begin]
         # A lane owns a stretch of the stream of all records.
-        shard, record = self._epoch_stream(epoch).locate(lane * self.lane_length + position)
+        position_in_stream = lane * self.lane_length + position
+        shard, record = self._epoch_stream(epoch).locate(position_in_stream)
         if self.kept is not None:
             record = self.kept.locate(shard, record)
         return shard, record
@@ -160,7 +165,8 @@ class Order:
         hashes = splitmix64(keys ^ position.astype(np.uint64))
         # The last window of a lane may be shorter: positions beyond its end sort to the end.
         window_length = self.lane_length - window[:, None] * self.window
-        hashes = np.where(position < window_length, hashes, np.uint64(2**64 - 1))
+        is_in_window = position < window_length
+        hashes = np.where(is_in_window, hashes, np.uint64(2**64 - 1))
         return np.argsort(hashes, axis=-1)
 
 
@@ -187,10 +193,12 @@ class _EpochStream:
         last_chunks = chunk_ends[is_short] - 1
         positions = self._permutation.invert(last_chunks)
         by_position = np.argsort(positions)
+        missing_by_position = missing[is_short][by_position]
         # By number of short chunks: how many records are missing in all of them.
-        self._missing = np.concatenate([[0], np.cumsum(missing[is_short][by_position])])
+        self._missing = np.concatenate([[0], np.cumsum(missing_by_position)])
         # The position in the stream at which each short chunk ends.
-        self._short_ends = (positions[by_position] + 1) * settings.chunk - self._missing[1:]
+        ends_if_full = (positions[by_position] + 1) * settings.chunk
+        self._short_ends = ends_if_full - self._missing[1:]
 
     def locate(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the shard and the record at each position; int64, same shape."""
@@ -215,7 +223,8 @@ class _EpochStream:
 def check_chunk(chunk: int) -> None:
     """Raises a ValueError for a chunk that does not begin and end where the index has offsets."""
     if chunk < 1 or chunk % schema.CHUNK_STRIDE:
-        nearest = max(1, round(chunk / schema.CHUNK_STRIDE)) * schema.CHUNK_STRIDE
+        num_strides = max(1, round(chunk / schema.CHUNK_STRIDE))
+        nearest = num_strides * schema.CHUNK_STRIDE
         stride = f'{schema.CHUNK_STRIDE}, the stride of the chunk index'
         raise FieldError('chunk', chunk, f'expected a multiple of {stride}; chunk={nearest} works')
 
@@ -223,7 +232,8 @@ def check_chunk(chunk: int) -> None:
 def sample_crops(seed: int, epoch: np.ndarray | int, keys: np.ndarray, count: int) -> np.ndarray:
     """Returns the number of the crop of each key, in `[0, count)`; int64, same shape as `keys`."""
     # Crops are few, so the remainders of 31 bits are as frequent as each other.
-    return (derive(seed, CROP, epoch, keys) >> np.uint64(33)).astype(np.int64) % count
+    hashes = derive(seed, CROP, epoch, keys) >> np.uint64(33)
+    return hashes.astype(np.int64) % count
 
 
 def sample_drops(
@@ -237,7 +247,8 @@ def sample_drops(
 
 def sample_noise_seeds(seed: int, epoch: np.ndarray | int, keys: np.ndarray) -> np.ndarray:
     """Returns a seed for the noise of each key; uint32, same shape as `keys`."""
-    return (derive(seed, NOISE, epoch, keys) >> np.uint64(32)).astype(np.uint32)
+    hashes = derive(seed, NOISE, epoch, keys) >> np.uint64(32)
+    return hashes.astype(np.uint32)
 
 
 def sample_texts(
@@ -245,8 +256,9 @@ def sample_texts(
 ) -> np.ndarray:
     """Returns which text each key gets, in shares by weight; int64, same shape as `keys`."""
     sums = list(itertools.accumulate(weights))
+    total = sums[-1]
     # Each text has a range of the numbers of 53 bits, which a float holds exactly.
-    ends = np.array([int(x / sums[-1] * 2**53) for x in sums], np.int64)
+    ends = np.array([int(x / total * 2**53) for x in sums], np.int64)
     hashes = derive(seed, TEXT, epoch, keys) >> np.uint64(11)
     # The last range has no end, whatever rounding makes of it.
     return np.searchsorted(ends[:-1], hashes.astype(np.int64), side='right')
@@ -269,7 +281,8 @@ def train_blocks(
             little.
     """
     rows_per_window = order.window * len(lanes)
-    windows = max(1, -(-(block_rows or _BLOCK_ROWS) // rows_per_window))
+    least_rows = block_rows or _BLOCK_ROWS
+    windows = max(1, -(-least_rows // rows_per_window))  # rounded up
     number = next(numbers)
     first = 0  # number of the first batch of a block
     while True:
@@ -324,9 +337,12 @@ def eval_blocks(
         starts.append(whole_end)
     for start in starts:
         stop = end if start == whole_end else min(start + block_rows, whole_end)
-        number = np.arange(start, stop).reshape(-1, min(batch, stop - start))
+        batch_rows = min(batch, stop - start)
+        number = np.arange(start, stop).reshape(-1, batch_rows)
         shard = np.searchsorted(shard_ends, number, side='right')
-        record = number - np.where(shard > 0, shard_ends[shard - 1], 0)
+        # A shard begins where the one before it ends.
+        shard_begin = np.where(shard > 0, shard_ends[shard - 1], 0)
+        record = number - shard_begin
         if kept is not None:
             record = kept.locate(shard, record)
         # Evaluation reads one epoch.
