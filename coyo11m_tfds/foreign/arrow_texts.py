@@ -29,7 +29,10 @@ def holds_text(kind: pa.DataType) -> bool:
 
 
 def read_texts(values: pa.Array) -> pa.Array:
-    """Returns texts as large binary, which need not be UTF-8; of lists the first that is not ''."""
+    """Returns texts as large binary `(n,)`, which need not be UTF-8; null for a row without one.
+
+    Of a list it is the first text that is not ''. `holds_text` must be true of the type.
+    """
     if isinstance(values, pa.ExtensionArray):
         return read_texts(values.storage)
     if pa.types.is_dictionary(values.type):
@@ -66,11 +69,12 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _read_first_texts(lists: pa.Array) -> pa.Array:
-    """Returns the first text of each list that is not empty."""
+    """Returns the first text of each list that is not empty; null for a list without one."""
     texts = read_texts(pc.list_flatten(lists))
     rows_of_texts = pc.list_parent_indices(lists).to_numpy()
-    lengths = pc.fill_null(pc.binary_length(texts), 0).to_numpy()
-    candidates = np.flatnonzero(lengths)
+    # A null is no longer than an empty text.
+    lengths = pc.fill_null(pc.binary_length(texts), 0)
+    candidates = np.flatnonzero(lengths.to_numpy())
     # `np.unique` gives the first place of each row, and texts lie in the order of the lists.
     rows, firsts = np.unique(rows_of_texts[candidates], return_index=True)
     # A list without a text, -1, becomes null.

@@ -18,16 +18,24 @@ def find_first(names: Iterable[str], existing: Collection[str]) -> str:
 
 def is_hidden(name: str) -> bool:
     """Whether a file, or a folder that it is in, is one that tools make for themselves."""
-    segments = [x for x in name.split('/') if x not in ('.', '..')]
-    # The folder is one that macOS adds to the archives that it makes.
-    return any(x.startswith('.') or x == '__MACOSX' for x in segments)
+    for segment in name.split('/'):
+        is_relative = segment in ('.', '..')
+        # The folder is one that macOS adds to the archives that it makes.
+        is_of_tools = segment.startswith('.') or segment == '__MACOSX'
+        if is_of_tools and not is_relative:
+            return True
+    return False
 
 
 def normalize_path(path: str) -> str:
     """Returns the same for paths that differ in slashes, case, forms of Unicode or URLs' quotes."""
-    segments = urllib.parse.unquote(path.replace('\\', '/')).split('/')
-    # Without empty ones, as between two slashes.
-    segments = list(filter(None, map(str.strip, segments)))
+    slashed = path.replace('\\', '/')
+    segments = []
+    for segment in urllib.parse.unquote(slashed).split('/'):
+        name = segment.strip()
+        # Between two slashes is nothing.
+        if name:
+            segments.append(name)
     joined = os.path.normpath('/'.join(segments))
     return unicodedata.normalize('NFC', joined.casefold())
 

@@ -17,7 +17,7 @@ _UTF16_MARKS = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 
 
 def decode_utf8(data: bytes) -> str:
-    """Decodes UTF-8."""
+    """Decodes UTF-8; bytes that are none become lone surrogates."""
     return data.decode('utf-8', 'surrogateescape')
 
 
@@ -33,7 +33,9 @@ def decode(data: bytes) -> str:
 
 def decode_caption(data: bytes) -> str:
     """Returns the caption in a `.txt`: without a mark, and without line ends around it."""
-    lines = decode(data).replace('\r\n', '\n').replace('\r', '\n')
+    text = decode(data)
+    # First the pairs, which otherwise would be two line ends each.
+    lines = text.replace('\r\n', '\n').replace('\r', '\n')
     return lines.strip('\n')
 
 
@@ -73,6 +75,7 @@ def find_text(value: Any, *, depth: int = _MAX_DEPTH) -> str | None:
                 return text
         return None
     # JSON has no infinity.
-    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+    is_finite_float = isinstance(value, float) and math.isfinite(value)
+    if isinstance(value, bool | int) or is_finite_float:
         return json.dumps(value)
     return None

@@ -16,7 +16,10 @@ _MAX_DIGITS = 8  # of the length of a record of pax, with its space
 
 
 def list_members(path: str, size: int, read: ReadRange) -> Iterator[tuple[str, int, int]]:
-    """Yields name, offset and size of each file; all headers have to be in order."""
+    """Yields name, offset of the contents and their size of each file, in the tar's order.
+
+    Raises a ValueError for a damaged header, a missing end, and a member that is no plain file.
+    """
     offset = 0
     # Of the next member: what does not fit into its own header.
     pax_fields = dict[str, str]()
@@ -70,7 +73,9 @@ def _check_checksum(header: bytes) -> None:
     """Raises a ValueError unless the sum of a header's bytes is the one that it holds."""
     stored = header[148:156]
     # The sum counts its own field as blanks.
-    checksum = sum(header) - sum(stored) + len(stored) * ord(' ')
+    blanks = len(stored) * ord(' ')
+    checksum = sum(header) - sum(stored) + blanks
+    # A short one is the rest of a file that was cut off.
     if len(header) < _BLOCK or int(_decode_field(stored), 8) != checksum:
         raise ValueError('its checksum is wrong')
 
@@ -97,9 +102,11 @@ def _parse_pax(path: str, start: int, data: bytes) -> dict[str, str]:
     while offset < len(data):
         # By places, because to cut off each record would copy all that follow it.
         digits, _, _ = data[offset : offset + _MAX_DIGITS].partition(b' ')
-        # The length counts its own digits and the line end.
-        end = offset + int(digits) if digits.isdigit() else 0
         begin = offset + len(digits) + 1
+        end = 0
+        # The length counts its own digits and the line end.
+        if digits.isdigit():
+            end = offset + int(digits)
         if not begin < end <= len(data):
             raise _damaged(path, f'its header of pax at byte {start:,} cannot be read')
         name, _, value = data[begin : end - 1].partition(b'=')

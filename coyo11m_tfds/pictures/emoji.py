@@ -153,10 +153,14 @@ def read_emoji() -> list[Emoji]:
 def read_pictures() -> np.ndarray:
     """Returns the pictures of all emoji, over white, uint8 `(n, 32, 32, 3)`; do not write to it."""
     data = (FOLDER / ATLAS_FILE).read_bytes()
-    atlas = np.asarray(Image.open(io.BytesIO(data)).convert('RGB'))
+    image = Image.open(io.BytesIO(data)).convert('RGB')
+    atlas = np.asarray(image)
+    # From rows of pixels to rows of pictures.
     rows = atlas.reshape(-1, SIDE, ATLAS_COLUMNS, SIDE, 3).swapaxes(1, 2)
+    pictures = rows.reshape(-1, SIDE, SIDE, 3)
     # The last row of the atlas is not full.
-    pictures = rows.reshape(-1, SIDE, SIDE, 3)[: len(read_emoji())]
+    pictures = pictures[: len(read_emoji())]
+    # All callers share it, because it is read once.
     pictures.flags.writeable = False
     return pictures
 
@@ -168,7 +172,7 @@ def find_part(part: str) -> list[int]:
     """
     emoji = read_emoji()
     pictures = read_pictures()
-    trained = set()
+    trained = set()  # contents of the pictures that training shows
     if part != TRAINING:
         trained = {pictures[number].tobytes() for number in find_part(TRAINING)}
     numbers = []

@@ -54,7 +54,8 @@ class ImageEncoder:
         """Returns the features of pictures, uint8 `(n, H, W, 3)`; float32 `(n, D)`."""
         features = []
         for first in range(0, len(pictures), _BATCH):
-            features.append(self._encode(list(pictures[first : first + _BATCH])))
+            batch = pictures[first : first + _BATCH]
+            features.append(self._encode(list(batch)))
         return np.concatenate(features)
 
     @torch.inference_mode()
@@ -63,9 +64,10 @@ class ImageEncoder:
         positions = self._model.config.text_config.max_position_embeddings
         features = []
         for first in range(0, len(captions), _BATCH):
+            batch = captions[first : first + _BATCH]
             # SigLIP was trained with all captions padded to one length; for CLIP it is the same.
             tokens = self._tokenizer(
-                list(captions[first : first + _BATCH]),
+                list(batch),
                 padding='max_length',
                 truncation=True,
                 max_length=positions,
@@ -78,6 +80,7 @@ class ImageEncoder:
     def _encode(self, pictures: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the features of a batch, whose pictures the model's processor prepares."""
         inputs = self._processor(images=pictures, return_tensors='pt').to(self._device)
+        # Of a model of pictures alone, the model itself.
         encode = getattr(self._model, 'get_image_features', self._model)
         return _pooled(encode(pixel_values=inputs['pixel_values']))
 

@@ -49,16 +49,22 @@ def latents_to_rgb(latents: np.ndarray, scale: Scale | None = None) -> np.ndarra
         rgb = np.einsum('...chw,cr->...hwr', scaled, schema.RGB_FACTORS) + schema.RGB_BIAS
     else:
         rgb = _principal_components(np.asarray(latents, np.float64))
-    return np.round((np.clip(rgb, -1, 1) + 1) * 127.5).astype(np.uint8)
+    # From [-1, 1] to bytes; what lies outside is cut off.
+    levels = (np.clip(rgb, -1, 1) + 1) * 127.5
+    return np.round(levels).astype(np.uint8)
 
 
 def _principal_components(latents: np.ndarray) -> np.ndarray:
-    """The three directions of most variance, of all pictures, as red, green and blue around 0."""
+    """Returns the three directions of most variance, `(..., H, W, 3)`, as colours around 0.
+
+    They are those of all pictures together, so that equal latents get equal colours.
+    """
     channels = np.moveaxis(latents, -3, -1)
     values = channels.reshape(-1, channels.shape[-1])
     centred = values - values.mean(axis=0)
+    covariance = centred.T @ centred / max(1, len(values))
     # In ascending order of the variances.
-    variances, vectors = np.linalg.eigh(centred.T @ centred / max(1, len(values)))
+    variances, vectors = np.linalg.eigh(covariance)
     first = len(variances) - 1
     rgb = np.zeros((len(values), 3))
     for colour in range(3):

@@ -128,9 +128,10 @@ def read_pixels(data: bytes, target: Target) -> Pixels:
     image = _decode(data, target)
     width, height = image.size
     shape, size = _choose_shape(width, height, target.shapes)
-    # The profile of the few pixels that are left is converted faster than that of the original.
-    image = _convert_to_srgb(image.resize(size, Image.Resampling.LANCZOS))
-    return Pixels(_crop(np.asarray(image), shape, target.crops), width, height)
+    reduced = image.resize(size, Image.Resampling.LANCZOS)
+    # Only now: the few pixels that are left are converted faster than those of the original.
+    pixels = np.asarray(_convert_to_srgb(reduced))
+    return Pixels(_crop(pixels, shape, target.crops), width, height)
 
 
 def find_smaller_size(width: int, height: int, target: Target, step: int) -> int:
@@ -167,7 +168,8 @@ def encode_png(pixels: np.ndarray, **options: Any) -> bytes:
 
 def read_png(data: bytes) -> np.ndarray:
     """Decodes what `encode_png` made: uint8 `(H, W, 3)`."""
-    return np.asarray(Image.open(io.BytesIO(data), formats=('PNG',)).convert('RGB'))
+    image = Image.open(io.BytesIO(data), formats=('PNG',))
+    return np.asarray(image.convert('RGB'))
 
 
 def _decode(data: bytes, target: Target) -> Image.Image:
@@ -213,7 +215,9 @@ def _check_header(data: bytes, image: Image.Image, target: Target) -> None:
     """Refuses an image before memory and time go into its pixels."""
     if math.prod(image.size) > target.max_pixels:
         raise BadImageError('more than max_pixels', f'{image.width}x{image.height}')
-    if min(image.size) < min(map(min, target.shapes)):
+    # Too small for any shape, however it is turned.
+    least_side = min(map(min, target.shapes))
+    if min(image.size) < least_side:
         raise _describe_small(TOO_SMALL, *image.size)
     # The further frames of an MPO, a JPEG of a telephone, are previews and views for the other eye.
     if image.format != 'MPO' and getattr(image, 'is_animated', False):
@@ -258,7 +262,8 @@ def _check_segments(data: bytes) -> bytes:
             raise BadImageError('too many parts', f'more than {_MAX_SEGMENTS:,} segments')
         if num_skipped > _MAX_SKIPPED:
             raise BadImageError('damaged or cut off', 'long gaps between its segments')
-    return b''.join([*kept_parts, data[kept_end:]])
+    kept_parts.append(data[kept_end:])
+    return b''.join(kept_parts)
 
 
 def _turn(image: Image.Image) -> Image.Image:
@@ -305,13 +310,15 @@ def _choose_shape(
 
     def distance(shape: tuple[int, int]) -> float:
         """Returns how far the aspect ratio of a shape is from that of the image."""
+        shape_height, shape_width = shape
         # Of ratios, so that twice as wide is as far as half as wide.
-        return abs(math.log(width * shape[0] / (height * shape[1])))
+        return abs(math.log(width * shape_height / (height * shape_width)))
 
     shape = min(shapes, key=distance)
     if height < shape[0] or width < shape[1]:
         raise _describe_small(TOO_SMALL, width, height)
     size = _reduced_size(width, height, shape)
+    # A single shape is what somebody chose, whatever it cuts off.
     if len(shapes) > 1 and math.prod(shape) < _LEAST_CROP * math.prod(size):
         raise _describe_small(TOO_NARROW, width, height)
     return shape, size
@@ -344,7 +351,8 @@ def _srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransf
         return None
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        return ImageCms.buildTransform(source, ImageCms.createProfile('sRGB'), mode, 'RGB')
+        srgb = ImageCms.createProfile('sRGB')
+        return ImageCms.buildTransform(source, srgb, mode, 'RGB')
     except (ImageCms.PyCMSError, OSError):
         return None
 
@@ -357,8 +365,9 @@ def _has_many_stages(profile: bytes) -> bool:
     num_tags = min(_MAX_TAGS, int.from_bytes(profile[128:132]))
     for entry in range(132, 132 + 12 * num_tags, 12):
         start = int.from_bytes(profile[entry + 4 : entry + 8])
+        kind = profile[start : start + 4]
         num_stages = int.from_bytes(profile[start + 12 : start + 16])
-        if profile[start : start + 4] == b'mpet' and num_stages > _MAX_STAGES:
+        if kind == b'mpet' and num_stages > _MAX_STAGES:
             return True
     return False
 
@@ -369,10 +378,11 @@ def _crop(pixels: np.ndarray, shape: tuple[int, int], crops: int) -> np.ndarray:
     # Of the last crop; one of the two is 0.
     last_row = pixels.shape[0] - height
     last_column = pixels.shape[1] - width
-    corners = [(last_row // 2, last_column // 2)]
-    # The middle one between the two ends, as it is the one that evaluations take.
+    centre = (last_row // 2, last_column // 2)
+    corners = [centre]
+    # The centre stays in the middle, as it is the one that evaluations take.
     if crops == 3:
-        corners = [(0, 0), *corners, (last_row, last_column)]
+        corners = [(0, 0), centre, (last_row, last_column)]
     cut = []
     for row, column in corners:
         cut.append(pixels[row : row + height, column : column + width])

@@ -75,7 +75,10 @@ def scale_of_latents(
     maker: str,
     recorded_scale: Sequence[float] | None = None,
 ) -> latent_rgb.Scale:
-    """Returns factor and shift from raw latents to those that an `AutoencoderTiny` decodes."""
+    """Returns factor and shift from raw latents to those that an `AutoencoderTiny` decodes.
+
+    `config` is that of the decoder `model`; the other arguments are as in `load_decoder`.
+    """
     # First what the data set or the name says, which needs no files.
     scale = latent_rgb.find_scale(maker, recorded_scale)
     if scale:
@@ -107,7 +110,8 @@ class VaeDecoder:
     def __init__(self, vae: vae_files.StoredVae, factor: float, shift: float):
         """Takes the files, and the scale of raw latents as `latent_rgb.SCALES` has it."""
         networks = {'AutoencoderKL': _decode_kl, 'AutoencoderTiny': _decode_tiny}
-        network, output = vae.bind(networks, (1, _SAMPLE_SIZE, _SAMPLE_SIZE, vae.channels))
+        sample_shape = (1, _SAMPLE_SIZE, _SAMPLE_SIZE, vae.channels)
+        network, output = vae.bind(networks, sample_shape)
         self.channels = vae.channels
         # Pixels of a latent position, in each direction.
         self.factor = output.shape[1] // _SAMPLE_SIZE
@@ -117,18 +121,21 @@ class VaeDecoder:
     def __call__(self, latents: np.ndarray) -> np.ndarray:
         """Decodes raw latents `(n, C, H, W)` to uint8 `(n, factor * H, factor * W, 3)`."""
         pictures = np.clip(self.decode(latents), -1, 1)
-        return np.round((pictures + 1) * 127.5).astype(np.uint8)
+        levels = (pictures + 1) * 127.5
+        return np.round(levels).astype(np.uint8)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Decodes raw latents to float32 `(n, factor * H, factor * W, 3)`; black is -1, white 1."""
         pictures = []
         for first in range(0, len(latents), _BATCH):
             batch = np.asarray(latents[first : first + _BATCH], np.float32)
+            # Data sets have the channels first, the network has them last.
             batch = np.moveaxis(batch, 1, -1)
+            count = len(batch)
             # One size of batches is one compilation.
-            padded = np.pad(batch, [(0, _BATCH - len(batch)), (0, 0), (0, 0), (0, 0)])
+            padded = np.pad(batch, [(0, _BATCH - count), (0, 0), (0, 0), (0, 0)])
             decoded = self._decode(self._weights, jax.device_put(padded))
-            pictures.append(jax.device_get(decoded)[: len(batch)])
+            pictures.append(jax.device_get(decoded)[:count])
         return np.concatenate(pictures)
 
 

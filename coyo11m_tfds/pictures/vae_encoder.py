@@ -41,7 +41,8 @@ class VaeEncoder:
         """
         vae = vae_files.open_vae(model, ('encoder.', 'quant_conv.'))
         networks = {'AutoencoderKL': _encode_kl, 'AutoencoderTiny': _encode_tiny}
-        network, (mean, deviation) = vae.bind(networks, (1, _SAMPLE_SIZE, _SAMPLE_SIZE, 3))
+        sample_shape = (1, _SAMPLE_SIZE, _SAMPLE_SIZE, 3)
+        network, (mean, deviation) = vae.bind(networks, sample_shape)
         self.name = model_files.public_name(model)
         self.revision = vae.commit or model_files.revision(str(vae.folder))
         self.channels = vae.channels
@@ -95,15 +96,21 @@ class VaeEncoder:
             )
         batch_size = self.batch_size(height, width)
         # One number of pictures is one compilation.
-        padded = np.pad(pixels, [(0, -count % batch_size), (0, 0), (0, 0), (0, 0)])
+        num_missing = -count % batch_size
+        padded = np.pad(pixels, [(0, num_missing), (0, 0), (0, 0), (0, 0)])
         batches = []
         for batch in np.split(padded, len(padded) // batch_size):
             on_devices = jax.device_put(batch, self._rows)
             # JAX returns before the devices have computed.
             batches.append(self._encode(self._weights, on_devices))
-        return lambda: jax.tree.map(
-            lambda *parts: np.concatenate(parts)[:count], *jax.device_get(batches)
-        )
+
+        def finish() -> tuple[np.ndarray, np.ndarray | None]:
+            """Waits for the devices, and returns what `encode` does."""
+            results = jax.device_get(batches)
+            # Mean and deviation apart, without the padding.
+            return jax.tree.map(lambda *parts: np.concatenate(parts)[:count], *results)
+
+        return finish
 
 
 # --- Networks: from pictures in [-1, 1] to mean and deviation, all float32 `(n, H, W, C)` ---------

@@ -165,6 +165,7 @@ class StoredVae:
         weights = {}
         for name, stored_name in self._stored_names.items():
             stored = self._file.read(stored_name).astype(np.float32)
+            # Old files have the matrices of attention as convolutions.
             weights[name] = stored.reshape(self.shapes[name].shape)
         return weights
 

@@ -77,7 +77,8 @@ class VaeLayers:
 
     def out(self, half: str, x: jax.Array, width: int) -> jax.Array:
         """The last layers of a half, `encoder` or `decoder`."""
-        return self.conv(f'{half}.conv_out', self._norm_silu(f'{half}.conv_norm_out', x), width)
+        y = self._norm_silu(f'{half}.conv_norm_out', x)
+        return self.conv(f'{half}.conv_out', y, width)
 
     def _weight(self, name: str, *shape: int | None) -> Any:
         """Returns a weight of a shape, of which None stands for any number."""
@@ -106,7 +107,8 @@ class VaeLayers:
         value = linear('to_v', y)
         scores = query @ key.swapaxes(1, 2) * width**-0.5
         mixed = jax.nn.softmax(scores) @ value
-        return x + linear('to_out.0', mixed).reshape(x.shape)
+        output = linear('to_out.0', mixed)
+        return x + output.reshape(x.shape)
 
     def _norm_silu(self, name: str, x: jax.Array) -> jax.Array:
         """Returns the activation of normalized values, as before each convolution."""
@@ -123,9 +125,10 @@ class VaeLayers:
         grouped = x.reshape(len(x), -1, groups, width // groups)
         mean = grouped.mean(axis=(1, 3), keepdims=True)
         variance = grouped.var(axis=(1, 3), keepdims=True)
-        normed = ((grouped - mean) * jax.lax.rsqrt(variance + _NORM_EPSILON)).reshape(x.shape)
+        normed = (grouped - mean) * jax.lax.rsqrt(variance + _NORM_EPSILON)
         scale = self._weight(f'{name}.weight', width)
-        return normed * scale + self._weight(f'{name}.bias', width)
+        bias = self._weight(f'{name}.bias', width)
+        return normed.reshape(x.shape) * scale + bias
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
