@@ -32,6 +32,7 @@ class ImageEncoder:
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         with model_files.loading(model, 'image encoder', _FILES):
             source: dict[str, Any] = {'trust_remote_code': False}
+            # Before transformers converts weights of any type to float32.
             model_files.check_floats(model)
             self._model, report = transformers.AutoModel.from_pretrained(
                 model, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **source
@@ -40,6 +41,7 @@ class ImageEncoder:
             self.has_texts = hasattr(self._model, 'get_text_features')
             if self.has_texts:
                 self._tokenizer = transformers.AutoTokenizer.from_pretrained(model, **source)
+            # transformers gives weights that are missing random values.
             missing = sorted(report['missing_keys'])
             if missing:
                 tensors = format_count(len(missing), 'tensor')

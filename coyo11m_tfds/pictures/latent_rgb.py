@@ -71,6 +71,7 @@ def _principal_components(latents: np.ndarray) -> np.ndarray:
         # With fewer channels than colours, the first component is shown again: one channel is grey.
         number = first - colour if colour <= first else first
         vector = vectors[:, number]
+        # Of equal values, rounding may make the variance less than 0.
         deviation = np.sqrt(max(variances[number], 1e-12))
         # The largest weight is made positive, because the sign of an eigenvector is arbitrary.
         sign = np.sign(vector[np.abs(vector).argmax()])

@@ -192,6 +192,7 @@ def _decode(data: bytes, target: Target) -> Image.Image:
             _check_header(data, image, target)
             image.load()
             return _flatten(_turn(image))
+    # A lack of memory says nothing of the image.
     except (BadImageError, MemoryError):
         raise
     except PIL.UnidentifiedImageError as error:
@@ -286,6 +287,7 @@ def _flatten(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:
         layer = image if image.mode == 'RGBA' else image.convert('RGBA')
         white = Image.new('RGB', image.size, 'white')
+        # Of a mask in RGBA, Pillow takes the alpha.
         white.paste(layer, mask=layer)
         # Among it is the profile of the colours.
         white.info = image.info

@@ -34,6 +34,7 @@ def keep_pixels(data: bytes) -> tuple[bytes, bytes]:
 
     Of a damaged file, the damage stays.
     """
+    # Parts of a view are no copies, of a file that may be large.
     view = memoryview(data)
     kept_parts = [view[: len(SIGNATURE)]]
     profile = None

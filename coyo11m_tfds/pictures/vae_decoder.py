@@ -116,6 +116,7 @@ class VaeDecoder:
         # Pixels of a latent position, in each direction.
         self.factor = output.shape[1] // _SAMPLE_SIZE
         self._weights = jax.device_put(vae.read_weights())
+        # Weights are an argument: as constants they would be part of what is compiled.
         self._decode = jax.jit(lambda weights, x: network(weights, (x - shift) * factor))
 
     def __call__(self, latents: np.ndarray) -> np.ndarray:

@@ -51,6 +51,7 @@ class VaeEncoder:
         # Factor and shift, as in `latent_rgb.SCALES`.
         self.scale = vae.config['scaling_factor'], vae.config['shift_factor'] or 0.0
         self.has_moments = deviation is not None
+        # Latents of another precision would be other ones.
         jax_environment.check()
         mesh = Mesh(np.array(jax.local_devices()), ('pictures',))
         self._rows = NamedSharding(mesh, P('pictures'))

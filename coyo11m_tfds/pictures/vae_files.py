@@ -228,6 +228,7 @@ def _find_weights(
     shapes = dict[str, jax.ShapeDtypeStruct]()
     stored_names = dict[str, str]()
     for stored_name in sorted(file.names):
+        # The other half of the VAE is not needed.
         if not stored_name.startswith(prefixes):
             continue
         name = _OLD_NAME.sub(lambda match: f'{match[1]}.{_NEW_NAMES[match[2]]}.', stored_name)

@@ -146,7 +146,9 @@ class KeyedFile:
         """
         if not self.num_rows:
             return
+        # A value may take less in the file than in memory, or more.
         max_rows = _BYTES_AT_ONCE // max(row_bytes, self._row_bytes)
+        # A single row may be larger than what is read at once.
         rows_at_once = max(1, min(self._rows_at_once, max_rows))
         with naming_damage(self.name):
             yield from self._read(self.column, rows_at_once)
@@ -331,6 +333,7 @@ def _find_ranges(
             if column not in columns:
                 continue
             begin = chunk.data_page_offset
+            # A chunk begins with its dictionary, if it has one.
             if chunk.has_dictionary_page:
                 begin = min(begin, chunk.dictionary_page_offset or begin)
             # Arrow may read a little beyond the end that old writers note.
@@ -343,6 +346,7 @@ def _find_ranges(
         if begin > last_end + _GAP:
             joined.append((begin, end))
         else:
+            # The padding of one may reach into the next.
             joined[-1] = last_begin, max(last_end, end)
     return joined
 
@@ -382,7 +386,9 @@ def naming_damage(name: str) -> Iterator[None]:
 def check_not_encrypted(file: pq.ParquetFile, columns: list[str]) -> None:
     """Reads a row of each row group; raises an OSError if it is encrypted."""
     for group in range(file.metadata.num_row_groups):
-        next(file.iter_batches(1, row_groups=[group], columns=columns, use_threads=False), None)
+        batches = file.iter_batches(1, row_groups=[group], columns=columns, use_threads=False)
+        # A row group may have no rows.
+        next(batches, None)
 
 
 def _largest_row_bytes(metadata: pq.FileMetaData, chunks: list[pq.ColumnChunkMetaData]) -> int:

@@ -50,6 +50,7 @@ class ParquetFile(LatentFile):
         if not metadata.num_rows:
             self._set_empty()
             return
+        # Rows lie in pages, most of which are compressed.
         self.layout = None
         self._name = self._latents_from.name or self._only_latents()
         self._check_column(self._name)

@@ -145,14 +145,8 @@ class PtFile(LatentFile):
         self._check_tensors(latents)
         tensors = _load_tensors(self._local_path, self.path, map_location='cpu', mmap=True)
         self._latents = tensors[latents].detach()
-        if self.key_column:
-            self.keys = tensors[self.key_column].detach().numpy().astype(np.int64)
-        else:
-            count = 0
-            # A tensor without numbers may claim any number of rows.
-            if self._latents.numel():
-                count = self._latents.shape[:1].numel()
-            self._make_keys(count)
+        # Before the shapes, which the number of keys decides.
+        self._set_keys(tensors)
         if self._latents.ndim == 4:
             self._check_shape(latents, ('C', 'H', 'W'))
             # One crop a row.
@@ -166,6 +160,17 @@ class PtFile(LatentFile):
         if self._embeddings is not None:
             self._check_shape(schema.PT_EMBEDDINGS, ('D',))
             self.embedding_dim = self._embeddings.shape[1]
+
+    def _set_keys(self, tensors: dict[str, Any]) -> None:
+        """Reads the keys, or makes one for each row of the latents."""
+        if self.key_column:
+            self.keys = tensors[self.key_column].detach().numpy().astype(np.int64)
+            return
+        count = 0
+        # A tensor without numbers may claim any number of rows.
+        if self._latents.numel():
+            count = self._latents.shape[:1].numel()
+        self._make_keys(count)
 
     def _choose_keys(self) -> None:
         """Chooses the tensor of keys; without one, the names of captions in the file decide."""
@@ -433,10 +438,9 @@ def check_small_members(path: str | os.PathLike[str], name: str = '') -> None:
         max_bytes = pt_archive.max_small_bytes(archive.size)
         for member, start in zip(archive.members, archive.starts, strict=True):
             # In a head, the larger ones are holes.
-            if member.size > max_bytes:
-                continue
-            content = os.pread(descriptor, member.size, start)
-            archive.check(member, zlib.crc32(content))
+            if member.size <= max_bytes:
+                content = os.pread(descriptor, member.size, start)
+                archive.check(member, zlib.crc32(content))
 
 
 def _write_head(file: StoredFile, path: str, check_crc: bool) -> None:
@@ -471,6 +475,7 @@ def _head_ranges(
     """Returns the ranges of small members before `stop`, and of the others' local headers."""
     max_small = pt_archive.max_small_bytes(file.size)
     total = 0
+    # Empty at first, so that there is always a last range to compare with.
     ranges = [(0, 0)]
     for member in members:
         # Of a large member only the local header, which is compared with the directory.
@@ -492,8 +497,4 @@ def _head_ranges(
             f"{_MAX_SMALL * max_small:,} for '.pt' files of keys and latents."
         )
     # From there on, the file has been read.
-    ranges_before = []
-    for begin, end in ranges:
-        if begin < stop:
-            ranges_before.append((begin, min(end, stop)))
-    return ranges_before
+    return [(begin, min(end, stop)) for begin, end in ranges if begin < stop]

@@ -63,7 +63,8 @@ class SafetensorsFile(LatentFile):
         name = self._latents_from.name or schema.PT_LATENTS
         self._check_has(name, self._tensors)
         latents = self._tensors[name]
-        # A scalar has no rows to be empty of; `_set_kind` refuses it.
+        # Before the kind is checked, of which an empty file may have any. A scalar has no rows to
+        # be empty of; `_set_kind` refuses it.
         count = 0
         if latents.shape:
             count = latents.shape[0]
@@ -79,6 +80,7 @@ class SafetensorsFile(LatentFile):
                 views.append(name + _FLIP)
             row_shape = (len(views), *row_shape)
         self._set_kind(name, _FLOATS.get(latents.kind, latents.kind), row_shape)
+        # Mirrored pictures of another shape would lie elsewhere than the layout says.
         expected = latents.kind, latents.shape
         for view in views:
             actual = self._tensors[view].kind, self._tensors[view].shape
@@ -122,7 +124,8 @@ def _write_head(file: StoredFile, path: str) -> None:
     header_bytes = min((tensor.begin for tensor in tensors.values()), default=file.size)
     # Both ends are part of the digest of the outline.
     end_bytes = min(columns.OUTLINE_ENDS, file.size)
-    ranges = [(0, max(header_bytes, end_bytes)), (file.size - end_bytes, file.size)]
+    begin_bytes = max(header_bytes, end_bytes)
+    ranges = [(0, begin_bytes), (file.size - end_bytes, file.size)]
     for tensor in tensors.values():
         # Keys and labels, whatever their names: one number a row.
         if tensor.kind in _INTEGERS and math.prod(tensor.shape[1:]) == 1:

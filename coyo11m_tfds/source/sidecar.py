@@ -64,6 +64,7 @@ def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
     if not sidecars:
         return 0, {}
     [(count, parts)] = sidecars.items()
+    # By number: by name, part-100000 comes before part-99999.
     return count, dict(sorted(parts.items()))
 
 
@@ -359,7 +360,8 @@ def _add_rows(writer: KeyedValuesWriter, places: np.ndarray, values: np.ndarray)
     # Arrow takes the memory of the array as it is; None stands for no nulls.
     buffers = [None, pa.py_buffer(values)]
     raw = pa.Array.from_buffers(pa.binary(nbytes), len(values), buffers)
-    writer.add(places, np.full(len(values), nbytes, np.int32), raw)
+    sizes = np.full(len(values), nbytes, np.int32)
+    writer.add(places, sizes, raw)
 
 
 def _read_numbers(

@@ -155,11 +155,7 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
     # `mirror` may have written there.
     mirrored = copied_files.recorded_states(source_storage)
     files = _add_states(files, mirrored, encoded)
-    # It is small, and decides which files are read, so it is compared now and whole.
-    index = files.get(_INDEX)
-    if index and index.recorded and index.local_path:
-        state = file_state.compute_state(index.path)
-        copied_files.check_recorded_state(state, index.recorded, index.path)
+    _check_index(files.get(_INDEX))
     # Not before: it has no receipt, and the program that wrote it is not `mirror`.
     if schema.ENCODING_FILE in listing:
         files[schema.ENCODING_FILE] = listing[schema.ENCODING_FILE]
@@ -177,6 +173,14 @@ def find_source(root: str | os.PathLike[str]) -> SourceFolder:
         'put captions or labels next to the latents',
         encoding=encoding.settings,
     )
+
+
+def _check_index(index: StoredFile | None) -> None:
+    """Raises a ValueError for an index that is not the one that `mirror` copied."""
+    # It is small, and decides which files are read, so it is compared now and whole.
+    if index and index.recorded and index.local_path:
+        state = file_state.compute_state(index.path)
+        copied_files.check_recorded_state(state, index.recorded, index.path)
 
 
 def _find_latents(

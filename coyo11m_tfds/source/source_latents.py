@@ -303,6 +303,17 @@ class TextTables:
         sidecar.write_sidecar(self.labels, keys, tokens, schema.TOKENS, header.to_metadata())
 
 
+def _check_same_kind(heads: Sequence[tuple[str, FileHead]]) -> None:
+    """Raises a ValueError unless all files, given with their paths, have latents of one kind."""
+    first_path, first = heads[0]
+    for path, head in heads:
+        if (head.dtype, head.shape) != (first.dtype, first.shape):
+            raise ValueError(
+                f'{path}: latents are {head.dtype} {head.shape}, but those of {first_path} are '
+                f'{first.dtype} {first.shape}; expected one kind. Make a source of each kind.'
+            )
+
+
 class SourceLatents:
     """The keys and properties of all files of latents."""
 
@@ -350,16 +361,11 @@ class SourceLatents:
             if len(files) > 1:
                 others = ', nor has any other file of this source'
             raise ValueError(f'{files[0].path}: has no rows{others}.')
-        first_path, first = good[0]
+        _check_same_kind(good)
+        _, first = good[0]
         self.dtype = first.dtype
         self.shape = first.shape
         self.moments = first.moments
-        for path, head in good:
-            if (head.dtype, head.shape) != (self.dtype, self.shape):
-                raise ValueError(
-                    f'{path}: latents are {head.dtype} {head.shape}, but those of {first_path} are '
-                    f'{self.dtype} {self.shape}; expected one kind. Make a source of each kind.'
-                )
         self._embedding_dims = [(path, head.embedding_dim) for path, head in good]
 
     @classmethod

@@ -85,6 +85,7 @@ class TarFile(LatentFile):
 
     def _place_arrays(self, suffix: str) -> None:
         """Sets dtype, shape and layout by the headers of the arrays with a suffix."""
+        # All headers, because one row of another kind would be read as other numbers.
         kinds = set[tuple[str, tuple[int, ...]]]()
         begins = []
         for sample in self._samples:
@@ -124,6 +125,7 @@ class TarFile(LatentFile):
             kinds_of_values = kinds_of_field - {type(None)}
             if not kinds_of_values:
                 empty.append(name)
+            # A list stands for the first text in it.
             if kinds_of_values & {str, list}:
                 texts.append(name)
             if kinds_of_values & {int, float}:
