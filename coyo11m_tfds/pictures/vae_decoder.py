@@ -89,7 +89,8 @@ def scale_of_latents(
             maker_config = config
             if maker != model_files.public_name(model):
                 maker_config = vae_files.read_vae_config(maker)
-            return maker_config['scaling_factor'], maker_config.get('shift_factor') or 0.0
+            shift = maker_config.get('shift_factor') or 0.0
+            return maker_config['scaling_factor'], shift
         except (ValueError, LookupError) as error:
             reason = (
                 f'the scaling factor of {maker!r}, which made the latents, is unknown ({error})'
@@ -97,7 +98,8 @@ def scale_of_latents(
     # TAESD's config.json has 1 for every VAE: its latents are scaled already.
     factor = config.get('scaling_factor', 1)
     if factor != 1:
-        return factor, config.get('shift_factor') or 0.0
+        shift = config.get('shift_factor') or 0.0
+        return factor, shift
     logging.warning(
         '%s: %s. They are scaled as those of SDXL; others get wrong colours.', model, reason
     )

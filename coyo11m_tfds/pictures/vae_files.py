@@ -221,6 +221,12 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
     return {**kind.defaults, **config}
 
 
+def _rename_attention(match: re.Match[str]) -> str:
+    """Returns the layer in an old name of a weight as diffusers names it today."""
+    block, old_name = match.groups()
+    return f'{block}.{_NEW_NAMES[old_name]}.'
+
+
 def _find_weights(
     file: model_files.WeightFile, prefixes: tuple[str, ...]
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, str]]:
@@ -231,7 +237,7 @@ def _find_weights(
         # The other half of the VAE is not needed.
         if not stored_name.startswith(prefixes):
             continue
-        name = _OLD_NAME.sub(lambda match: f'{match[1]}.{_NEW_NAMES[match[2]]}.', stored_name)
+        name = _OLD_NAME.sub(_rename_attention, stored_name)
         if name in shapes:
             raise ValueError(f'{file.path}: has {stored_name!r} and {stored_names[name]!r}')
         shape = file.shape(stored_name)

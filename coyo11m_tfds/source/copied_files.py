@@ -52,7 +52,11 @@ class CopiedFiles:
                 of_this_version[name] = receipts[name]
         # Receipts may outlive their files, so these are looked at, too.
         copied = self._receipts.check_files(of_this_version, f'Checking {folder}')
-        return {name: file for name, file in files.items() if name not in copied}
+        missing = {}
+        for name, file in files.items():
+            if name not in copied:
+                missing[name] = file
+        return missing
 
 
 def recorded_states(folder: ReadableFolder) -> dict[str, FileState]:

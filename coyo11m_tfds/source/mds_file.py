@@ -144,7 +144,8 @@ class MdsFile(LatentFile):
             # Names that occur twice would be one entry.
             fits = len(encodings) == len(fixed_sizes) == len(names)
             are_texts = all(isinstance(x, str) for x in itertools.chain(names, kinds))
-            if not fits or not are_texts or not all(map(_is_fixed_size, fixed_sizes)):
+            are_sizes = all(map(_is_fixed_size, fixed_sizes))
+            if not fits or not are_texts or not are_sizes:
                 raise ValueError(f'columns {names} of {kinds}, {fixed_sizes} bytes')
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f'its columns cannot be read ({error})') from None

@@ -142,7 +142,9 @@ def _parse_tensors(read: Callable[[int, int], bytes], size: int, name: str) -> d
     """
     damaged = functools.partial(damaged_file_error, name, SafetensorsFile.kind)
     length = int.from_bytes(read(0, min(8, size)), 'little')
-    if size < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
+    max_length = min(_MAX_HEADER, size - 8)
+    # The shortest JSON of an object is `{}`.
+    if size < 8 or not 2 <= length <= max_length:
         raise damaged(f'its header would have {length:,} of {size:,} bytes')
     try:
         tensors = _parse_header(read(8, length))

@@ -449,7 +449,8 @@ class SourceLatents:
         rows = np.flatnonzero(self.keys == key)[:2]
         places = []
         for row, number in zip(rows, self._file_of(rows), strict=True):
-            places.append(f'{self.files[number].path}: row {row - self.starts[number]}')
+            row_in_file = row - self.starts[number]
+            places.append(f'{self.files[number].path}: row {row_in_file}')
         first, second = places
         repeating_rows = format_count(duplicates.size, 'row repeats', 'rows repeat')
         raise ValueError(

@@ -58,9 +58,8 @@ class TarFile(LatentFile):
     def _list_samples(self) -> dict[str, dict[str, _Member]]:
         """Returns the members of each sample, by the name of the sample and by suffix."""
         samples: dict[str, dict[str, _Member]] = {}
-        for member, offset, size in tar_members.list_members(
-            self.path, self._size, self._read_bytes
-        ):
+        all_members = tar_members.list_members(self.path, self._size, self._read_bytes)
+        for member, offset, size in all_members:
             if file_names.is_hidden(member):
                 continue
             folder, base = os.path.split(member)
