@@ -198,18 +198,18 @@ def _find_same_name(
     former: InPlaceFile, latent_files: Sequence[StoredFile], source: str | os.PathLike[str]
 ) -> StoredFile:
     """Returns the file of a source with the name of a former file; ValueError without one."""
-    matches = []
+    matches = {}
     for file in latent_files:
         # Shards of several sub-folders have the same names, and labels with these.
         name = file.label or file.name
         # With the slashes, so that 'b.pt' is not taken for 'ab.pt'.
         if f'/{former.path}'.endswith(f'/{name}'):
-            matches.append(file)
+            matches[name] = file
     if not matches:
         name = os.path.basename(former.path)
         raise ValueError(f'{source}: {name} is missing, but holds latents. Copy it there.')
-    [file] = matches
-    return file
+    # The name of a shard beside the sub-folders is also the end of the path of one in them.
+    return matches[max(matches, key=len)]
 
 
 def _describe_moved(former: InPlaceFile, file: StoredFile, edit: DatasetEdit) -> InPlaceFile:

@@ -145,11 +145,12 @@ def check_disks(
     for name, (folder, num_bytes) in places.items():
         title = f'disk of {name}'
         option = '--data_dir' if name == 'data_dir' else 'scratch_dir in the config of the build'
-        path = pathlib.Path(folder).expanduser().absolute()
-        # The folder itself, or the closest one above it that exists.
-        parent = path
-        while not parent.exists():
-            parent = parent.parent
+        try:
+            parent = _find_existing(folder)
+        # A name that is too long, or a folder above that this user may not enter.
+        except OSError as error:
+            yield Finding(title, FAIL, errors.describe_error(error), f'choose another {option}')
+            continue
         # Folders on one disk share its room.
         device = parent.stat().st_dev
         device_bytes[device] += num_bytes
@@ -167,6 +168,14 @@ def check_disks(
             yield Finding(title, FAIL, text, fix)
         else:
             yield Finding(title, PASS, text)
+
+
+def _find_existing(folder: str) -> pathlib.Path:
+    """Returns a folder or, if it does not exist, the closest one above it."""
+    path = pathlib.Path(folder).expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 def check_credentials(name: str, url: str, writes: bool = False) -> Finding:

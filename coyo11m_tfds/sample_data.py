@@ -98,7 +98,8 @@ def _check_arguments(
     if seed < 0:
         raise ValueError(f'seed is {seed}, expected at least 0.')
     if dtype not in schema.LATENT_DTYPES:
-        raise ValueError(f'dtype is {dtype!r}, expected one of {schema.LATENT_DTYPES}.')
+        names = ', '.join(schema.LATENT_DTYPES)
+        raise ValueError(f'dtype is {dtype!r}, expected one of {names}.')
     # Files of unequal lengths, of which the shortest is not empty.
     if not 0 < 4 * num_files <= num_samples:
         samples = format_count(num_samples, 'sample')

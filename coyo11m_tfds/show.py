@@ -13,8 +13,8 @@ With `--key` the program prints the values of one record and writes a picture of
 pixel for each latent position or, with `--vae`, decoded. It reads all records to find the key.
 """
 
-import contextlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,13 @@ import numpy as np
 import input_pipeline
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import manifest, stored_dataset
-from coyo11m_tfds.dataset.stored_dataset import Data
+from coyo11m_tfds.dataset.stored_dataset import Data, StoredDataset
 from coyo11m_tfds.pictures import pixels, vae_decoder
 from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.report import page, statistics
 from coyo11m_tfds.storage import model_files
+
+_NAME_WIDTH = 15  # of the names of values, in characters; longer ones move their value
 
 
 def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str:
@@ -80,22 +82,33 @@ def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[list[str], byt
     maker = data.metadata.get(schema.META_VAE, '')
     scale = data.metadata.get(schema.META_LATENT_SCALE)
     decode = vae_decoder.make_painter(vae, data.channels, maker, scale)
-    # The smallest split first, because each is read for its keys.
-    for split in sorted(data.splits.values(), key=lambda x: x.num_records):
-        # No record of this split has the key.
-        with contextlib.suppress(KeyError):
-            records = input_pipeline.records(data, split.name, features)
-            number = records.find(key)
-            break
-    else:
-        raise ValueError(f'{data.folder}: no record has key {key}; the build may have dropped it')
-    record = records[number]
-    lines = [f'record {number} of split {split.name}']
+    split_name, number, record = _find_record(data, key, features)
+    lines = [f'record {number} of split {split_name}']
     for name, value in record.items():
-        lines.append(f'{name:<16}{_describe_value(value)}')
+        # With a space, also behind the long name of an added column.
+        lines.append(f'{name:<{_NAME_WIDTH}} {_describe_value(value)}')
     # Without the deviations, if the record holds moments.
     pictures = decode(record[schema.LATENTS][:, : data.channels])
     return lines, pixels.encode_png(np.hstack(list(pictures)))
+
+
+def _find_record(
+    data: StoredDataset, key: int, features: Sequence[str]
+) -> tuple[str, int, dict[str, Any]]:
+    """Returns the split of the record with a key, its number there, and its values by name.
+
+    Raises a ValueError if no record has the key.
+    """
+    # The smallest split first, because each is read for its keys.
+    for split in sorted(data.splits.values(), key=lambda split: split.num_records):
+        records = input_pipeline.records(data, split.name, features)
+        try:
+            number = records.find(key)
+        # No record of this split has it.
+        except KeyError:
+            continue
+        return split.name, number, records[number]
+    raise ValueError(f'{data.folder}: no record has key {key}; the build may have dropped it')
 
 
 def _describe_value(value: Any) -> str:
@@ -131,7 +144,7 @@ def main() -> None:
         if flags.key is not None:
             lines, png = show_record(flags.data_dir, flags.key, flags.vae)
             storage.write_file(out, png)
-            command_line.print_lines(*lines, f'picture         {out}')
+            command_line.print_lines(*lines, f'{"picture":<{_NAME_WIDTH}} {out}')
             return
         html = show(flags.data_dir, flags.vae, flags.num_pictures)
         storage.write_file(out, html.encode())

@@ -136,6 +136,14 @@ def test_disks_without_room(tmp_path):
     assert 'scratch_dir in the config' in found[1].fix
 
 
+def test_a_folder_that_cannot_be_looked_for_is_a_finding(tmp_path):
+    places = {'data_dir': (str(tmp_path / ('x' * 300) / 'data'), 0), 'scratch': (str(tmp_path), 0)}
+    found = list(doctor.check_disks(places, lambda folder: (80 * GB, 40 * GB, 40 * GB)))
+    assert [one.status for one in found] == ['fail', 'pass']
+    assert found[0].text.endswith('/data: File name too long')
+    assert found[0].fix == 'choose another --data_dir'
+
+
 @pytest.mark.parametrize(
     ('name', 'said'), [('nvidia0', 'a GPU'), ('accel0', 'a TPU'), ('nvidiactl', '')]
 )

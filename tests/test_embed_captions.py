@@ -152,6 +152,15 @@ def test_arguments_that_cannot_be_are_refused(source, tmp_path, name, options, m
         embed_captions.embed(source, 'hash', place, **options)
 
 
+@pytest.mark.parametrize('part', ['3', '1/x', '1/2/3', '-1/2'])
+def test_a_part_of_another_form_is_refused_with_the_form(command, part):
+    status, _, errors = command(
+        embed_captions, '--source=x', '--out=y', '--encoder=hash', f'--part={part}'
+    )
+    assert status == 2
+    assert f"argument --part: '{part}': expected I/N with I from 0 to N - 1; " in errors
+
+
 def test_a_part_of_no_captions_is_refused():
     with pytest.raises(ValueError, match='part_captions=-5: expected at least 1'):
         EmbedSettings(part_captions=-5)

@@ -394,6 +394,26 @@ def test_a_mirrored_source_gives_the_same_data_set_of_other_places(source, tmp_p
     assert not verify.verify(data_set).faults
 
 
+def test_shards_of_one_name_are_told_apart_when_their_source_moves(tmp_path):
+    source = tmp_path / 'source'
+    shards = []
+    halves = np.split(made_latents(SHAPE, 'float16', 40), 2)
+    for folder, half in zip(['', 'more/'], halves, strict=True):
+        samples = [{'caption': 'A row.', 'latents_256': x, 'width': np.int32(0)} for x in half]
+        latent_files.write_mds(source / folder, [samples])
+        [shard] = json.loads((source / folder / 'index.json').read_text())['shards']
+        shard['raw_data']['basename'] = f'{folder}shard.00000.mds'
+        shards.append(shard)
+    (source / 'index.json').write_text(json.dumps({'shards': shards, 'version': 2}))
+    data_set = built.build(source, '', tmp_path / 'data', latents='in_place')
+    expected = records_of(data_set, 'rows')
+    moved = source.rename(tmp_path / 'moved')
+    add_column.move_latents(data_set, moved)
+    found = records_of(data_set, 'rows')
+    assert len(found) == 40
+    np.testing.assert_equal(found, expected)
+
+
 def test_the_doctor_plans_a_build_of_a_format(source):
     folder, truth = source
     found = doctor.plan_or_estimate(str(folder), BuildSettings())

@@ -118,7 +118,10 @@ def test_the_same_seed_gives_the_same_data_and_another_seed_other_data(sample, t
 
 
 REFUSED = {
-    'a dtype of no latents': ({'dtype': 'float64'}, "dtype is 'float64'"),
+    'a dtype of no latents': (
+        {'dtype': 'float64'},
+        "dtype is 'float64', expected one of float16, bfloat16, float32",
+    ),
     'samples that do not fill the files': (
         {'num_samples': 7, 'num_files': 2},
         '7 samples in 2 files',

@@ -5,16 +5,19 @@ import io
 import re
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 import input_pipeline
-from coyo11m_tfds import show
+from coyo11m_tfds import add_column, show
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.pictures.latent_rgb import latents_to_rgb
 from tests import small_vae
 from tests.fakes.cloud import Fault
 
+SPLITS = 'train', 'validation'
 REPORT = 'report-3f9a1c20.json'
 
 
@@ -115,6 +118,15 @@ def test_one_record_is_printed_and_drawn(mini_dataset, tmp_path, command, monkey
     np.testing.assert_array_equal(np.asarray(Image.open('x.png')), np.hstack(decoded))
     status, _, told = command(show, mini_dataset, '--key=5')
     assert (status, 'no record has key 5' in told) == (1, True)
+
+
+def test_the_value_of_a_long_name_stands_apart(copy, tmp_path, command):
+    keys = [x['key'] for split in SPLITS for x in input_pipeline.records(copy, split, ('key',))]
+    pq.write_table(pa.table({'key': keys, 'x': range(len(keys))}), tmp_path / 'x.parquet')
+    add_column.add(copy, 'aesthetic_score_v2', parquet=tmp_path / 'x.parquet', column='x')
+    _, told, _ = command(show, copy, f'--key={keys[5]}', f'--out={tmp_path}/x.png')
+    assert 'aesthetic_score_v2 5' in told.splitlines()
+    assert f'key             {keys[5]}' in told.splitlines()
 
 
 def test_a_vae_of_other_latents_is_refused(mini_dataset, tmp_path):

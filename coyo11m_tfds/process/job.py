@@ -71,8 +71,11 @@ def add_share_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_share(text: str) -> tuple[int, int]:
-    """Returns `(1, 4)` of '1/4'; argparse tells of its ValueError."""
-    index, count = text.split('/')
+    """Returns `(1, 4)` of '1/4'; `check_share` refuses numbers that do not fit together."""
+    index, slash, count = text.partition('/')
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        # Of a ValueError, argparse would show the name of this function.
+        raise argparse.ArgumentTypeError(f'{text!r}: expected I/N with I from 0 to N - 1')
     return int(index), int(count)
 
 
