@@ -315,9 +315,10 @@ def _train_block(
     samples = order.samples(lanes, start + first * per_lane, start + end * per_lane)
 
     def by_batch(x: np.ndarray) -> np.ndarray:
-        # From `(lanes, all batches * per_lane)` to `(batches, lanes * per_lane)`.
+        """Returns `(lanes, all batches * per_lane)` as `(batches, lanes * per_lane)`."""
         all_batches = x.reshape(len(lanes), -1, per_lane).transpose(1, 0, 2)
-        return all_batches[numbers - first].reshape(len(numbers), -1)
+        batches = all_batches[numbers - first]
+        return batches.reshape(len(numbers), -1)
 
     return RecordBlock(*map(by_batch, samples))
 

@@ -197,7 +197,7 @@ class TarFile(LatentFile):
             # The header's own length, in two bytes, follows 8 bytes of magic and version.
             nbytes = 10 + int.from_bytes(head[8:10], 'little')
             # Nothing of the array itself, so that equal headers are parsed once.
-            kind = _parse_header(head[:nbytes], size)
+            kind = _read_kind(head[:nbytes], size)
             return kind, start + nbytes
         except ValueError as error:
             raise ValueError(
@@ -269,7 +269,7 @@ class TarFile(LatentFile):
 
 
 @functools.lru_cache(maxsize=64)  # the headers of most samples are equal
-def _parse_header(head: bytes, size: int) -> tuple[str, tuple[int, ...]]:
+def _read_kind(head: bytes, size: int) -> tuple[str, tuple[int, ...]]:
     """Returns dtype and shape in the header of a `.npy` file; ValueError for other contents."""
     dtype, shape, _ = manifest.parse_npy_header(head, size)
     is_big_endian = dtype.str.startswith('>')
