@@ -96,7 +96,10 @@ def add(
         OSError: A folder cannot be read or written, or another process changes the data set.
     """
     origins = [os.fspath(place) for place in (text, parquet, source) if place]
-    if len(origins) != 1 or bool(text) == bool(column):
+    # A text is read under its own name; files of others have many columns.
+    is_column_missing = not text and not column
+    is_column_needless = bool(text and column)
+    if len(origins) != 1 or is_column_missing or is_column_needless:
         raise ValueError('expected either text, or parquet or source with column.')
     [origin] = origins
     with edit_dataset(data_dir, scratch_dir) as edit:
@@ -105,18 +108,19 @@ def add(
         values_place = origin
         # Numbers of the source become a Parquet file first, which is read like any other.
         if source:
+            latent_files = source_folder.find_source(source).latent_files
+            latents_from = _read_latents_from(edit.stored)
             values_place = source_latents.write_numbers(
-                source_folder.find_source(source).latent_files,
-                column,
-                edit.scratch,
-                _read_latents_from(edit.stored),
+                latent_files, column, edit.scratch, latents_from
             )
         files = sidecar.find_sidecar_files(values_place)
         # A wrong file is refused before all shards are read for their keys.
         if files[0].local_path:
             sidecar.describe_values(files[0].path, column)
         # The empty array is for a data set without records.
-        keys = np.concatenate([np.empty(0, np.int64), *_read_record_keys(edit.stored)])
+        key_batches = [np.empty(0, np.int64)]
+        key_batches += _read_record_keys(edit.stored)
+        keys = np.concatenate(key_batches)
         values = _join_values(edit, files, column, keys)
         # `places` are the numbers of the records that have a value.
         missing = np.delete(keys, values.places)
@@ -134,7 +138,8 @@ def add(
         # The new files have the names of the old ones: no reader may take one for the other.
         if name in edit.stored.columns:
             edit.commit(kept_columns)
-        edit.commit({**kept_columns, name: new_column}, list(new_column.files.values()))
+        new_files = list(new_column.files.values())
+        edit.commit({**kept_columns, name: new_column}, new_files)
         return new_column
 
 
@@ -184,8 +189,9 @@ def move_latents(data_dir: str | os.PathLike[str], source: str | os.PathLike[str
         if not isinstance(latents, InPlaceColumn):
             raise ValueError(f'{edit.stored.folder}: its latents are in its records, not in files.')
         latent_files = source_folder.find_source(source).latent_files
+        # All names first: a folder that lacks a file is refused before any is opened.
         new_files = [_find_same_name(file, latent_files, source) for file in latents.files]
-        # All outlines first: they take seconds, and whole files minutes.
+        # All outlines next: they take seconds, and whole files minutes.
         moved_files = []
         for former, file in zip(latents.files, new_files, strict=True):
             moved_files.append(_describe_moved(former, file, edit))
@@ -315,7 +321,8 @@ def _write_values(edit: DatasetEdit, name: str, values: KeyedValues) -> AddedCol
             writer = ColumnWriter(file, dtype, shape, split.num_records)
             end = begin + split.num_records
             for start in range(begin, end, _ROWS_AT_ONCE):
-                records = np.arange(start, min(start + _ROWS_AT_ONCE, end))
+                stop = min(start + _ROWS_AT_ONCE, end)
+                records = np.arange(start, stop)
                 rows = values.read_array(records)
                 writer.write(rows)
                 # Statistics are those of what a model is trained on.
@@ -364,7 +371,8 @@ def _read_record_keys(stored: StoredDataset) -> Iterator[np.ndarray]:
         with Progress(f'Reading keys of {split.name}', split.num_records, 'records') as progress:
             for batch in batches:
                 # Zeros fill the last batch.
-                keys = batch[schema.KEY][batch[input_pipeline.MASK]]
+                is_record = batch[input_pipeline.MASK]
+                keys = batch[schema.KEY][is_record]
                 yield keys
                 progress.add(len(keys))
 

@@ -118,9 +118,12 @@ def _embed_captions(flags: argparse.Namespace) -> str:
     # The name becomes that of a folder; one in --config goes before that of the encoder.
     config = {'name': re.sub('[^A-Za-z0-9_.-]+', '-', flags.encoder)}
     config |= _parse_config(flags.config)
-    names = 'latents_from', *CAPTION_FLAGS
-    fields: dict[str, Any] = {name: config[name] for name in names if name in config}
-    out = f'{flags.data_dir.rstrip("/")}/text-{config["name"]}'
+    fields: dict[str, Any] = {}
+    for name in ('latents_from', *CAPTION_FLAGS):
+        if name in config:
+            fields[name] = config[name]
+    data_dir = flags.data_dir.rstrip('/')
+    out = f'{data_dir}/text-{config["name"]}'
     # The captions are read as the build will read them, so that the same rows have a text.
     settings = embed_captions.EmbedSettings(
         drop_duplicates=config.get('bad_data') != 'stop',
@@ -147,7 +150,10 @@ def _run_tfds(flags: argparse.Namespace) -> None:
         'max_examples_per_split': flags.max_examples_per_split,
         'beam_pipeline_options': flags.beam_pipeline_options,
     }
-    words += [f'--{name}={value}' for name, value in passed_on.items() if value]
+    for name, value in passed_on.items():
+        # TFDS has defaults for what was not given.
+        if value:
+            words.append(f'--{name}={value}')
     if flags.overwrite:
         words.append('--overwrite')
     parse = cli_utils.make_flags_parser(tfds.Args, description='TensorFlow Datasets')

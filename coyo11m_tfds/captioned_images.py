@@ -44,10 +44,11 @@ def read_images(
     with contextlib.closing(_find_images(folder)) as all_images:
         images = itertools.islice(all_images, most)
         while batch := list(itertools.islice(images, batch_size)):
+            pictures = [_read_picture(folder, image, target) for image in batch]
             yield Images(
                 names=[image.name for image in batch],
                 captions=[image.caption for image in batch],
-                pictures=np.stack([_read_picture(folder, image, target) for image in batch]),
+                pictures=np.stack(pictures),
             )
 
 
@@ -57,6 +58,7 @@ def _find_images(folder: str | os.PathLike[str]) -> Generator[SourceImage]:
     parts, left = image_files.find_images(folder, '', lambda sizes: [slice(None)])
     if left:
         logging.warning('%s:%s', folder, image_files.describe_left(left))
+    # In the user's cache: there is no output whose folder could hold downloads.
     scratch = Scratch(user_cache(schema.NAME, 'images'))
     for part in parts:
         with part.open(scratch) as images:

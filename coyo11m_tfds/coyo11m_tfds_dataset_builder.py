@@ -108,7 +108,7 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
     def _name_of_fields(self) -> str:
         """Returns a name that is made of the fields that were changed; 'latents' of none."""
         changed = self.changed_fields()
-        named = {name: value for name, value in changed.items() if name not in _NOT_IN_NAME}
+        named = {name: changed[name] for name in changed if name not in _NOT_IN_NAME}
         words = []
         # TFDS refuses another config of the name of the default one, so a name is made of fields
         # without effect on the records, too, if there are no others.
@@ -379,10 +379,10 @@ class Builder(dataset_builder.FileReaderBuilder):
 
     def _save_default_config(self) -> None:
         """Records for programs without this class which config is the default."""
-        folder = self.data_path.parent.parent
-        name = self.get_default_builder_config().name
         if job.process_index():
             return
+        folder = self.data_path.parent.parent
+        name = self.get_default_builder_config().name
         try:
             if not dataset_builder.load_default_config_name(folder):
                 dataset_builder._save_default_config_name(folder, default_config_name=name)
@@ -419,7 +419,7 @@ class Builder(dataset_builder.FileReaderBuilder):
     def _write_info(self, dataset: 'driver.BuiltDataset') -> None:
         """Adds to the info what only the source determines, and writes TFDS' files."""
         text = dataset.plan.text
-        # TFDS has no setter for features, but only the source determines dtype and width.
+        # TFDS has no setter for features, and the source alone tells dtype and width.
         latent_dtype, latents_shape = dataset.plan.latents
         self.info._features = make_features(
             latent_dtype,

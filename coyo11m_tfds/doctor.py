@@ -23,7 +23,6 @@ import os
 import pathlib
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,14 +33,12 @@ from coyo11m_tfds.convert.build_settings import (
     BuildSettings,
     add_caption_flags,
     build_memory,
-    check_build_memory,
     check_names,
 )
 from coyo11m_tfds.dataset import hub_use, stored_dataset
+from coyo11m_tfds.dry_run import DryRun, plan_or_estimate
 from coyo11m_tfds.process import command_line, errors, machine, python_child
 from coyo11m_tfds.process.sizes import format_bytes, format_count
-from coyo11m_tfds.source import source_folder
-from coyo11m_tfds.source.source_folder import SourceFolder
 from coyo11m_tfds.storage import scratch
 from coyo11m_tfds.storage.base import WritableFolder
 
@@ -54,12 +51,7 @@ _IMPATIENCE = {'COYO11M_RETRY_SECONDS': '0.2', 'COYO11M_STALL_SECONDS': '5'}
 _LEAST_MEMORY, _AMPLE_MEMORY = build_memory(0, 1), build_memory(12_000_000, 2)
 _LEAST_ROOM = 1_000_000_000  # bytes on a disk, for logs and unfinished files besides the data
 
-# A source of more files, or with more captions, is not planned: the heads of some files stand for
-# all. Captions of this size are read in seconds.
-_HEADS = 8
-_EXACT_BYTES = {False: 500_000_000, True: 30_000_000}  # by whether they are remote
 _USUAL_CAPTIONS = 11_000_000  # to rate an encoder by where no source is named
-_FETCHED_AT_ONCE = 4  # large files that a build holds at a time
 _MUCH = 0.1  # share of the rows; hardly anybody means to leave out one in ten
 
 _LOG_IN = {'gs://': 'gcloud auth application-default login', 'hf://': 'hf auth login'}
@@ -97,7 +89,7 @@ def run_checks(
     # From what costs nothing to what takes minutes, each line shown at once.
     yield check_machine()
     yield check_devices()
-    dry_run = DryRun()
+    dry_run = DryRun()  # of nothing, where no source is named or it cannot be built
     if source:
         yield check_credentials('source', source)
     if data_dir:
@@ -105,7 +97,7 @@ def run_checks(
     if source:
         try:
             dry_run = plan_or_estimate(source, settings)
-            yield dry_run.finding(source)
+            yield describe_build(source, dry_run)
         except (ValueError, OSError, ModuleNotFoundError) as error:
             yield Finding('source', FAIL, errors.describe_error(error))
     # After the dry run, which tells how much a build writes.
@@ -181,6 +173,7 @@ def _find_existing(folder: str) -> pathlib.Path:
 def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
     """Lists a folder of a storage and, with `writes`, stores a byte; a local folder passes."""
     label = f'credentials of {name}'
+    # The checks of disks look into local folders, when it is known how much a build writes.
     if storage.local_path(url):
         return Finding(label, PASS, f'{url} is local and needs none')
     try:
@@ -207,110 +200,28 @@ def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
     return Finding(label, PASS, f'{url} {rights}')
 
 
-@dataclasses.dataclass(frozen=True)
-class DryRun:
-    """The plan, or an estimate, of a build."""
-
-    source: str = ''  # number and size of its files
-    num_records: int = 0
-    num_bytes: int = 0  # of all shards
-    num_shards: int = 0  # of all splits; 0 for an estimate
-    scratch_bytes: int = 0  # of the captions, and of remote files that are held at a time
-    dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows by reason
-
-    def finding(self, place: str) -> Finding:
-        """Returns what a build of the source makes; a warning if it drops many rows."""
-        records = format_count(self.num_records, 'record')
-        size = format_bytes(self.num_bytes)
-        # Only a plan knows the shards, and so the numbers exactly.
-        if self.num_shards:
-            build = f'{records} in {format_count(self.num_shards, "shard")} of {size}'
-        else:
-            build = f'about {records} in about {size}'
-        text = f'{place}: {self.source}, become {build}'
-        reasons = [f'{count:,} {reason}' for reason, count in self.dropped.items() if count]
-        if reasons:
-            text += f'; left out: {", ".join(reasons)}'
-        num_dropped = sum(self.dropped.values())
-        share = num_dropped / max(1, self.num_records + num_dropped)
-        if share <= _MUCH:
-            return Finding('source', PASS, text)
-        fix = 'check that the captions belong to these latents, and that caption_column is right'
-        return Finding('source', WARN, f'{text} ({share:.1%} of the rows)', fix)
-
-
-def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
-    """Returns the plan of a build, or an estimate where captions are not read in seconds.
-
-    Raises a ValueError or an OSError for a source that cannot be built.
-    """
-    # Both import packages of the extra `convert` of the installation, which the other checks do
-    # without: a missing one is a finding, and no end of the program.
-    from coyo11m_tfds.convert.plan import make_plan
-    from coyo11m_tfds.convert.source_contents import examine_source
-
-    source = source_folder.find_source(place)
-    files = source.latent_files
-    # Of files from all over the source. Heads and schemas alone are checked for an estimate.
-    files_per_head = -(-len(files) // _HEADS)
-    heads = files[::files_per_head]
-    with tempfile.TemporaryDirectory() as folder:
-        source_contents = examine_source(source, settings, folder, heads)
-        source = source_contents.folder
-        file_bytes = sum(file.size for file in files)
-        caption_bytes = sum(file.size for file in source.caption_files)
-        dry_run = DryRun(
-            source=_describe_source(source),
-            scratch_bytes=_estimate_scratch_bytes(source, settings),
-        )
-        # A build reads the captions to the end, or whole files where captions lie with the latents.
-        is_remote = not files[0].local_path
-        is_read_soon = (caption_bytes or file_bytes) <= _EXACT_BYTES[is_remote]
-        # A plan also needs the head of every file, each of which takes a request.
-        has_few_heads = not is_remote or len(files) <= _HEADS
-        if is_read_soon and has_few_heads:
-            plan = make_plan(source, settings, scratch.Scratch(f'{folder}/source'), folder)
-            # A task makes a shard, of which the last segment ends with the last record.
-            num_records = sum(task.segments[-1].records.stop for task in plan.tasks)
-            return dataclasses.replace(
-                dry_run,
-                num_records=num_records,
-                num_bytes=plan.num_bytes,
-                num_shards=len(plan.tasks),
-                dropped=plan.dropped.counts,
-            )
-        # The other files have as many rows a byte as those whose heads were read.
-        head_file_bytes = sum(file.size for file in heads)
-        num_rows = source_contents.latents.num_rows * file_bytes // head_file_bytes
-        check_build_memory(num_rows, settings.num_workers)
-        num_bytes = caption_bytes
-        if not settings.in_place:
-            num_bytes += file_bytes
-        return dataclasses.replace(dry_run, num_records=num_rows, num_bytes=num_bytes)
-
-
-def _describe_source(source: SourceFolder) -> str:
-    """Returns '8 .pt files and captions, 20.1 GB'."""
-    files = source.latent_files
-    # A source has files of one format.
-    kind = os.path.splitext(files[0].path)[1]
-    text = format_count(len(files), f'{kind} file')
-    if any(file.size for file in source.caption_files):
-        text += ' and captions'
-    num_bytes = sum(file.size for file in source.by_name.values())
-    return f'{text}, {format_bytes(num_bytes)}'
-
-
-def _estimate_scratch_bytes(source: SourceFolder, settings: BuildSettings) -> int:
-    """Returns how much a build holds at a time of captions and of remote files."""
-    num_bytes = sum(file.size for file in source.caption_files)
-    # Local files are read where they are. Of remote ones, the largest may be held at one time,
-    # unless their heads and some rows are enough, which take some MB.
-    is_local = bool(source.latent_files[0].local_path)
-    if not is_local and not settings.reads_heads:
-        sizes = sorted(file.size for file in source.by_name.values())
-        num_bytes += sum(sizes[-_FETCHED_AT_ONCE:])
-    return num_bytes
+def describe_build(place: str, dry_run: DryRun) -> Finding:
+    """Returns what a build of a source makes; a warning if it drops many rows."""
+    records = format_count(dry_run.num_records, 'record')
+    size = format_bytes(dry_run.num_bytes)
+    # Only a plan knows the shards, and so the numbers exactly.
+    if dry_run.num_shards:
+        build = f'{records} in {format_count(dry_run.num_shards, "shard")} of {size}'
+    else:
+        build = f'about {records} in about {size}'
+    text = f'{place}: {dry_run.source}, become {build}'
+    reasons = []
+    for reason, count in dry_run.dropped.items():
+        if count:
+            reasons.append(f'{count:,} {reason}')
+    if reasons:
+        text += f'; left out: {", ".join(reasons)}'
+    num_dropped = sum(dry_run.dropped.values())
+    share = num_dropped / max(1, dry_run.num_records + num_dropped)
+    if share <= _MUCH:
+        return Finding('source', PASS, text)
+    fix = 'check that the captions belong to these latents, and that caption_column is right'
+    return Finding('source', WARN, f'{text} ({share:.1%} of the rows)', fix)
 
 
 def check_devices(root: str = '/') -> Finding:
@@ -321,12 +232,15 @@ def check_devices(root: str = '/') -> Finding:
         fix = 'end what else uses the devices, or set JAX_PLATFORMS=cpu to do without them'
         return Finding('accelerators', FAIL, str(error), fix)
     counts = collections.Counter(kind for _, kind in devices)
-    shown = ', '.join(f'{count} x {kind}' for kind, count in counts.items())
-    text = f'jax {version}: {shown}'
-    # A machine whose accelerator is there but not in JAX lacks the right wheel of it.
+    device_list = ', '.join(f'{count} x {kind}' for kind, count in counts.items())
+    text = f'jax {version}: {device_list}'
+    # JAX calls some of its GPUs by the name of their platform.
     platforms = {platform.replace('cuda', 'gpu') for platform, _ in devices}
-    # The first one is enough: one installation of JAX has one kind.
-    for kind in sorted(machine.accelerators(root) - platforms):
+    # A machine whose accelerator is there but not in JAX lacks the right wheel of it.
+    unseen_kinds = sorted(machine.accelerators(root) - platforms)
+    if unseen_kinds:
+        # The first one is enough: one installation of JAX has one kind.
+        kind = unseen_kinds[0]
         text += f', although there is a {kind.upper()} in this machine'
         install = f"pip install -c constraints.txt -e '.[{kind}]'"
         return Finding('accelerators', WARN, text, install)
@@ -363,7 +277,7 @@ def time_encoder(spec: str) -> None:
         # The first call compiles, and makes threads: its time says nothing.
         encoder.encode(_CAPTIONS)
         captions = _CAPTIONS
-        seconds = 0.0
+        seconds = 0.0  # of the last call
         # More of them until they take a second, because a GPU is only fast at many.
         while seconds < 1 and len(captions) < _MOST_CAPTIONS:
             captions = captions * 4
@@ -446,6 +360,7 @@ def read_build_config(text: str, **flags: str) -> BuildSettings:
     # These two are fields of a config of TFDS; nothing here depends on them.
     check_names(fields, ['name', 'description', *names], '--build_config')
     settings = {name: fields[name] for name in names if name in fields}
+    # Flags take the place of fields, as in a build.
     return BuildSettings(**settings | flags)
 
 
@@ -467,7 +382,8 @@ def main() -> None:
     os.environ.update(_IMPATIENCE | os.environ)
     counts: collections.Counter[str] = collections.Counter()
     with command_line.ends_in_one_line('nothing was changed', status=2):
-        fields = {x: value for x, value in vars(flags).items() if x in CAPTION_FLAGS}
+        # Only those that were given: the others have no value here.
+        fields = {name: value for name, value in vars(flags).items() if name in CAPTION_FLAGS}
         settings = read_build_config(flags.build_config, **fields)
         for name in ('samples_per_second', 'chunk', 'processes'):
             errors.at_least(1).check(name, getattr(flags, name))

@@ -180,7 +180,11 @@ def embed(
         start = time.perf_counter()
         made = _make_parts(sidecar_parts, share, folder)
         # Listed again: meanwhile other processes have made parts.
-        missing = sorted({*range(sidecar_parts.count)} - sidecar_parts.finished().keys())
+        finished = sidecar_parts.finished()
+        missing_parts = []
+        for number in range(sidecar_parts.count):
+            if number not in finished:
+                missing_parts.append(sidecar.part_name(number, sidecar_parts.count))
     return EmbeddingReport(
         num_captions=made.num_captions,
         num_kept=made.num_kept,
@@ -188,7 +192,7 @@ def embed(
         num_duplicates=captions.facts['duplicates'],
         num_truncated=model.truncated,
         longest=made.longest,
-        missing_parts=tuple(sidecar.part_name(number, sidecar_parts.count) for number in missing),
+        missing_parts=tuple(missing_parts),
         encoder=model.name,
         dim=sidecar_parts.dim,
         seconds=time.perf_counter() - start,
@@ -286,8 +290,10 @@ def _find_words(encoder: str) -> tuple[str, str]:
         return encoder, ''
     # Every part has the list of all words.
     first, *_ = sidecar.find_sidecar_files(place)
+    # A remote part is fetched for it.
     with scratch_folder(os.getcwd(), '') as folder, Scratch(folder).hold(first) as path:
-        words = sidecar.describe_values(path)['header'].get('words', '')
+        header = sidecar.describe_values(path)['header']
+    words = header.get('words', '')
     if not words:
         raise ValueError(f'{place}: holds no list of words, expected a sidecar of --encoder=words')
     return spec, words
@@ -296,9 +302,11 @@ def _find_words(encoder: str) -> tuple[str, str]:
 def _read_captions(captions: KeyedValues) -> Iterator[str]:
     """Yields all captions in the order of their keys."""
     # What has no bytes is null, blank or unreadable, and is not encoded either.
-    keys = captions.places[captions.sizes > 0]
+    has_caption = captions.sizes > 0
+    keys = captions.places[has_caption]
     for start in range(0, len(keys), _CAPTIONS_AT_ONCE):
-        for text in captions.read(keys[start : start + _CAPTIONS_AT_ONCE]):
+        keys_of_slice = keys[start : start + _CAPTIONS_AT_ONCE]
+        for text in captions.read(keys_of_slice):
             yield text.decode()
 
 
@@ -318,7 +326,8 @@ def _make_parts(sidecar_parts: SidecarParts, share: tuple[int, int], staging: st
     missing = []
     num_captions = 0
     num_kept = 0
-    for number in range(sidecar_parts.count)[share[0] :: share[1]]:
+    index, count = share
+    for number in range(index, sidecar_parts.count, count):
         num_captions_of_part = len(sidecar_parts.keys_of(number))
         if number in finished:
             num_kept += num_captions_of_part
@@ -369,7 +378,10 @@ def main() -> None:
     command_line.show_log()
     with command_line.ends_in_one_line('the same command resumes it'):
         share = options.pop('part') or ranks.index_and_count()
-        source, encoder, out = (options.pop(name) for name in ('source', 'encoder', 'out'))
+        source = options.pop('source')
+        encoder = options.pop('encoder')
+        out = options.pop('out')
+        # What is left has the names of the fields.
         report = embed(source, encoder, out, EmbedSettings(**options), share=share)
         command_line.print_lines(f'{report}: {out}')
 

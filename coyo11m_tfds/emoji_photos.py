@@ -43,7 +43,7 @@ def draw_emoji(characters: Sequence[str], font: str, size: int) -> dict[str, np.
     Pillow cannot join the characters of an emoji.
     """
     _SIZE_RULE.check('size', size)
-    # Without it, 'woman' and 'astronaut' would be drawn as two pictures side by side.
+    # Pillow draws without it, too: 'woman' and 'astronaut' as two pictures side by side.
     if not features.check('raqm'):
         raise ValueError(
             'Pillow has no raqm, which joins the characters of an emoji: install its wheel from '
@@ -65,10 +65,12 @@ def draw_emoji(characters: Sequence[str], font: str, size: int) -> dict[str, np.
         draw = ImageDraw.Draw(picture)
         draw.text((-_MARGIN, 0), text, font=glyphs, embedded_color=True)
         # Least and largest value of each channel.
-        if picture.getextrema() == ((255, 255),) * 3:
+        is_white = picture.getextrema() == ((255, 255),) * 3
+        if is_white:
             continue
         # Means of areas; where four pixels make one, these are whole.
-        pictures[text] = np.asarray(picture.resize((size, size), Image.Resampling.BOX))
+        reduced = picture.resize((size, size), Image.Resampling.BOX)
+        pictures[text] = np.asarray(reduced)
     if not pictures:
         raise ValueError(f'{font}: has no picture of an emoji, expected the font of Noto Emoji')
     return pictures
@@ -83,12 +85,13 @@ def write_photos(out_dir: str | pathlib.Path, size: int, font: str = FONT) -> di
     out_dir = pathlib.Path(out_dir)
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ValueError(f'{out_dir} is not empty, expected a new folder: choose another --out')
-    every = emoji.read_emoji()
-    pictures = draw_emoji([one.characters for one in every], font, size)
+    all_emoji = emoji.read_emoji()
+    # Before any folder is made: a wrong font or size leaves nothing behind.
+    pictures = draw_emoji([one.characters for one in all_emoji], font, size)
     tables: dict[str, list[str]] = {TRAINING_FOLDER: [], HELD_OUT_FOLDER: []}
     for folder in tables:
         (out_dir / folder).mkdir(parents=True, exist_ok=True)
-    for one in every:
+    for one in all_emoji:
         picture = pictures.get(one.characters)
         # The font lacks it.
         if picture is None:
@@ -102,9 +105,11 @@ def write_photos(out_dir: str | pathlib.Path, size: int, font: str = FONT) -> di
         path = out_dir / folder / name
         path.write_bytes(pixels.encode_png(picture))
         # A line of the table, as many tools write and read it.
-        tables[folder].append(json.dumps({'file_name': name, 'caption': one.caption}))
+        line = json.dumps({'file_name': name, 'caption': one.caption})
+        tables[folder].append(line)
     for folder, lines in tables.items():
         text = ''.join(f'{line}\n' for line in lines)
+        # Last: a folder without its table is one that was not finished.
         (out_dir / folder / _TABLE).write_text(text, encoding='utf-8')
     return {folder: len(lines) for folder, lines in tables.items()}
 

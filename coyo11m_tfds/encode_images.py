@@ -110,16 +110,17 @@ def encode(
     settings.check_encoder(encoder)
     start = time.perf_counter()
     index, count = share
-    own_parts = {number: parts[number] for number in range(len(parts))[index::count]}
+    own_parts = {number: parts[number] for number in range(index, len(parts), count)}
     # Refuses an encoding of another kind, before anything is encoded.
     folder = EncodingFolder(out, settings.record(encoder), parts, own_parts)
     num_encoded = _encode_parts(folder, own_parts, encoder, settings, out)
     # Meanwhile other processes have made parts.
     folder.read_receipts()
-    missing = tuple(sorted({*range(len(parts))} - folder.receipts.keys()))
+    missing = [number for number in range(len(parts)) if number not in folder.receipts]
     counts = folder.counts
     # As long as parts are missing, a few images say nothing about all.
-    counts.check_bad(settings.max_bad, _MANY_IMAGES if missing else 0)
+    least_images = _MANY_IMAGES if missing else 0
+    counts.check_bad(settings.max_bad, least_images)
     # Files of other kinds are not bad, but the report says that they were left out.
     for name, reason in sorted(left.items()):
         counts.drop(name, OtherImageError(reason))
@@ -128,7 +129,7 @@ def encode(
             raise ValueError(f'{images}: no image is left. {counts}')
         folder.finish()
     seconds = time.perf_counter() - start
-    return EncodingReport(counts, num_encoded, missing, encoder.name, seconds)
+    return EncodingReport(counts, num_encoded, tuple(missing), encoder.name, seconds)
 
 
 def _find_images(images: str | os.PathLike[str], settings: EncodingSettings) -> FoundImages:
@@ -230,17 +231,20 @@ def _describe_buckets(out: str, counts: ImageCounts) -> str:
     lines.append(f'for shape in {" ".join(large)}; do {build}; done')
 
     # In shares of all images, in whole percents.
+    num_images = sum(large.values())
     sources = []
     for seed, (shape, count) in enumerate(large.items()):
         source = {
             'dir': f'{_data_dir(out)}/{schema.NAME}/{shape}/{schema.VERSION}',
-            'weight': max(1, round(100 * count / sum(large.values()))),
+            'weight': max(1, round(100 * count / num_images)),
             # Different seeds, because buckets of equal numbers of images would come in lockstep.
             'seed': seed,
         }
         sources.append(json.dumps(source))  # as Python writes dicts, with double quotes
+    # The model of `default` is too large for a CPU.
+    name = 'default' if machine.accelerators() else 'small'
     flags = [
-        f'--config={"default" if machine.accelerators() else "small"}',
+        f'--config={name}',
         f'--workdir={out}-run',
         f'--config.data.mix=({", ".join(sources)},)',
     ]
@@ -299,7 +303,10 @@ def main() -> None:
     fixable = ValueError, OSError, RuntimeError, MemoryError
     with command_line.ends_in_one_line('the same command resumes it', fixable):
         share = options.pop('part') or ranks.index_and_count()
-        images, vae, out = (options.pop(name) for name in ('images', 'vae', 'out'))
+        images = options.pop('images')
+        vae = options.pop('vae')
+        out = options.pop('out')
+        # What is left has the names of the fields.
         settings = EncodingSettings(**options)
         report = encode(images, vae, out, settings, share=share)
         command_line.print_lines(*f'{report}: {out}'.split('\n'))

@@ -90,7 +90,9 @@ def mirror(
         target.check_space(missing_bytes)
         goals = {'files': len(files)}
         with Progress(f'Copying to {target.folder}', num_bytes, 'B', goals) as progress:
-            progress.skip(num_bytes - missing_bytes, files=len(files) - len(missing_files))
+            # What is there already says nothing about the speed.
+            num_finished = len(files) - len(missing_files)
+            progress.skip(num_bytes - missing_bytes, files=num_finished)
             scratch = Scratch(scratch_dir or user_cache(schema.NAME, 'mirror'))
             _copy_all(missing_files, target, copied, scratch, progress, parallel)
         # What killed runs before this one have left.
@@ -118,8 +120,9 @@ def _copy_all(
             if stop.is_set():
                 raise concurrent.futures.CancelledError
             # Bytes that are received again after a retry are not progress.
-            progress.add(min(num_bytes, remaining))
-            remaining -= min(num_bytes, remaining)
+            num_new_bytes = min(num_bytes, remaining)
+            progress.add(num_new_bytes)
+            remaining -= num_new_bytes
 
         # Also before the first byte: a file that waits for its turn is not begun any more.
         count_bytes(0)
@@ -142,6 +145,7 @@ def _copy_all(
             for _ in pool.imap_unordered(copy, by_size):
                 pass
     finally:
+        # Threads that still copy find it at their next bytes.
         stop.set()
 
 

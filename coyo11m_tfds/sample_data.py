@@ -63,8 +63,10 @@ def make_sample(
     numbers = _choose_pictures(training, num_samples, rng)
     # Named as in the real source, ten numbers to a file.
     for file_number, rows in enumerate(_cut_unequally(num_samples, num_files)):
-        name = f'{10 * file_number:06d}-{10 * file_number + 9:06d}.pt'
-        latents = _make_latents(emoji.read_pictures()[numbers[rows]])
+        first = 10 * file_number
+        name = f'{first:06d}-{first + 9:06d}.pt'
+        pictures = emoji.read_pictures()[numbers[rows]]
+        latents = _make_latents(pictures)
         tensors = {
             schema.PT_KEYS: torch.from_numpy(keys[rows]),
             schema.PT_LATENTS: torch.from_numpy(latents).to(getattr(torch, dtype)),
@@ -75,7 +77,10 @@ def make_sample(
             # torch raises it for a full disk.
             raise OSError(f'{folder / name}: cannot be written. Is the disk full?') from error
     # Rows in another order than the latents, of which a few are missing.
-    order = [row for row in rng.permutation(num_samples) if row % NO_ROW_EVERY != 1]
+    order = []
+    for row in rng.permutation(num_samples):
+        if row % NO_ROW_EVERY != 1:
+            order.append(row)
     shown = [emoji.read_emoji()[numbers[row]] for row in order]
     columns = _make_columns(order, keys[order], shown)
     # As pandas writes it: the key is the index column.
@@ -137,7 +142,8 @@ def _make_latents(pictures: np.ndarray) -> np.ndarray:
     widths = [(0, 0), (0, 0), (_BORDER, _BORDER), (0, 0)]
     wide = np.pad(pictures, widths, constant_values=255)
     crops = [wide[:, :, offset : offset + emoji.SIDE] for offset in CROP_OFFSETS]
-    latents = latent_rgb.rgb_to_latents(np.stack(crops, axis=1))
+    crops_of_all = np.stack(crops, axis=1)  # uint8 (n, 3, H, W, 3)
+    latents = latent_rgb.rgb_to_latents(crops_of_all)
     # Those that are not contiguous cannot be read in place.
     return np.ascontiguousarray(latents)
 

@@ -59,8 +59,11 @@ def parse_latents_from(text: str, key_column: str = '') -> LatentsFrom:
         return LatentsFrom(name, key_column=key_column)
     if len(fields) == 3:
         dtype = fields[1]
-        # No shape has a 0, which stands for what is no number.
-        shape = tuple(int(n) if n.isdecimal() else 0 for n in fields[2].split(','))
+        sizes = []
+        for word in fields[2].split(','):
+            # No shape has a 0, which stands for what is no number.
+            sizes.append(int(word) if word.isdecimal() else 0)
+        shape = tuple(sizes)
         # Without an axis of crops there is one crop.
         full_shape = shape
         if len(shape) == 3:
@@ -218,8 +221,13 @@ def are_latents(dtype: object, shape: Sequence[object]) -> bool:
     """Returns whether latents may have a dtype and a shape: `(crops, C, H, W)`, not too large."""
     if not isinstance(dtype, str) or dtype not in LATENT_DTYPES:
         return False
-    if len(shape) != 4 or not all(type(n) is int and 0 < n < 2**24 for n in shape):
+    if len(shape) != 4:
         return False
+    for size in shape:
+        # By its type, because True is an int for `isinstance`. Larger sizes would only make the
+        # product below a number of many digits.
+        if type(size) is not int or not 0 < size < 2**24:
+            return False
     return latents_nbytes(dtype, cast(Sequence[int], shape)) <= MAX_LATENTS_NBYTES
 
 

@@ -54,10 +54,11 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
     numbers = [number * len(records) // count for number in range(count)]
     batch = records[numbers]
     # Behind the channels of the means may lie those of the deviations.
-    pictures = decode(batch[schema.LATENTS][:, : data.channels])
+    means = batch[schema.LATENTS][:, : data.channels]
+    pictures = decode(means)
     previews = []
-    shown = zip(batch[schema.KEY], batch[schema.CAPTION], pictures, strict=True)
-    for key, caption, picture in shown:
+    rows = zip(batch[schema.KEY], batch[schema.CAPTION], pictures, strict=True)
+    for key, caption, picture in rows:
         previews.append(statistics.make_preview(key, caption, picture))
     # A report may be damaged, or be that of another version.
     try:
@@ -71,7 +72,9 @@ def show(data_dir: Data, vae: str, num_pictures: int = page.NUM_PREVIEWS) -> str
 def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[list[str], bytes]:
     """Returns a line for each value of the record with a key, and a PNG of its crops in a row.
 
-    Raises a ValueError if no record has the key.
+    `vae` is the `model` of `vae_decoder.load_decoder`; '' for one pixel a position. Raises a
+    ValueError if no record has the key, or for a VAE of other latents, and an OSError for files
+    that are missing or cannot be read.
     """
     data = input_pipeline.open_data(data_dir)
     features = [name for name in stored_dataset.READABLE if name in data.features]
@@ -88,8 +91,10 @@ def show_record(data_dir: Data, key: int, vae: str = '') -> tuple[list[str], byt
         # With a space, also behind the long name of an added column.
         lines.append(f'{name:<{_NAME_WIDTH}} {_describe_value(value)}')
     # Without the deviations, if the record holds moments.
-    pictures = decode(record[schema.LATENTS][:, : data.channels])
-    return lines, pixels.encode_png(np.hstack(list(pictures)))
+    means = record[schema.LATENTS][:, : data.channels]
+    crops = decode(means)
+    row = np.hstack(list(crops))
+    return lines, pixels.encode_png(row)
 
 
 def _find_record(

@@ -89,14 +89,21 @@ def verify(
         raise ValueError(f'{folder!r}: expected a local path or gs://bucket/folder of a data set.')
     listing = storage.list_folder(folder)
     build = _identify_build(folder, listing)
-    # Files of other builds may belong to one that runs at this moment.
-    files = {name: x for name, x in listing.items() if schema.build_of(name) in ('', build)}
-    if not {schema.INFO_FILE, schema.of_build(schema.CHECKSUMS_FILE, build)} & files.keys():
+    files = {}
+    for name, file in listing.items():
+        # Files of other builds may belong to one that runs at this moment.
+        if schema.build_of(name) in ('', build):
+            files[name] = file
+    # Either of them tells what must be there; without both, nothing can be missing.
+    checksums_file = schema.of_build(schema.CHECKSUMS_FILE, build)
+    if schema.INFO_FILE not in files and checksums_file not in files:
         raise ValueError(
             f'{folder}: there is no {schema.INFO_FILE}. Expected the folder of a built data set, '
             '.../coyo11m_tfds/CONFIG/1.0.0.'
         )
-    downloads = scratch.choose_folder(schema.NAME, f'{folder}/../../..', scratch_dir)
+    # The data set is in `NAME/CONFIG/VERSION` of the `--data_dir` of its build.
+    data_dir_of_build = f'{folder}/../../..'
+    downloads = scratch.choose_folder(schema.NAME, data_dir_of_build, scratch_dir)
     return _Verification(folder, files, build, fast, scratch.Scratch(downloads)).run()
 
 
@@ -106,8 +113,9 @@ def _identify_build(folder: str, files: Mapping[str, StoredFile]) -> str:
         # A damaged file is reported later, as a fault of that file.
         with contextlib.suppress(OSError, ValueError):
             info = manifest.read_small_file(f'{folder}/{schema.INFO_FILE}') or b''
-            if build := parse_splits(info)[0].build:
-                return build
+            first_split, *_ = parse_splits(info)
+            if first_split.build:
+                return first_split.build
     # Without it, the record of checksums tells. A folder may have those of several builds; then
     # the missing file is a fault of any of them.
     builds = [schema.build_of(name) for name in files if name.startswith('checksums')]
@@ -155,12 +163,13 @@ class _Verification:
         self._files = {name: x for name, x in self._files.items() if name not in converted}
         parsed_names = {self._checksums_file, self._columns_file, schema.INFO_FILE} | index_files
         # Only compared: nothing here needs what they hold.
-        for name in self._files.keys() - parsed_names:
+        for name in sorted(self._files.keys() - parsed_names):
             if not _is_large(name):
                 self._parse(name, bytes)
         self._check_names(splits)
         for name in sorted(index_files):
             self._parse(name, ChunkIndex.parse)
+        # Before the shards, among which the columns are scanned by what is found here.
         places = self._locate_columns(all_columns, splits)
         self._check_shards(shards)
         num_unchecked = 0
@@ -168,9 +177,10 @@ class _Verification:
         if isinstance(latents, columns.InPlaceColumn):
             self._check_sources(latents, places)
             num_unchecked = len(latents.unchecked)
+        unused_files = columns.unused_column_files(self._files, all_columns, self._build)
         return VerifyResult(
             faults=self.faults,
-            unused_files=sorted(columns.unused_column_files(self._files, all_columns, self._build)),
+            unused_files=sorted(unused_files),
             num_files=len(self._files),
             num_bytes=sum(file.size for file in self._files.values()),
             num_unchecked=num_unchecked,
@@ -200,10 +210,13 @@ class _Verification:
     def _compare(self, name: str, size: int, crc32c: int | None) -> str:
         """Returns how a file differs from the record of checksums; '' if it does not."""
         expected = self._recorded.get(name)
-        if expected and size != expected.size:
+        # In a data set of another program, nothing is recorded.
+        if not expected:
+            return ''
+        if size != expected.size:
             return f'has {size} bytes, expected {expected.size}'
         # None where nothing has computed it yet, and the storage keeps none.
-        if expected and crc32c not in (None, expected.crc32c):
+        if crc32c not in (None, expected.crc32c):
             return f'CRC-32C is {crc32c:08x}, expected {expected.crc32c:08x}'
         return ''
 
@@ -215,7 +228,8 @@ class _Verification:
 
     def _check_names(self, splits: Sequence[StoredSplit]) -> None:
         """Compares the names of the files with the expected ones."""
-        expected = {schema.INFO_FILE, schema.FEATURES_FILE, self._checksums_file, *self._recorded}
+        expected = {schema.INFO_FILE, schema.FEATURES_FILE, self._checksums_file}
+        expected.update(self._recorded)
         for split in splits:
             expected.add(index_file_name(split.name, split.build))
             expected.update(split.file_names)
@@ -224,9 +238,10 @@ class _Verification:
         # Without a record, as in a data set of another program, any file may belong to it.
         if not self._recorded:
             return
-        # Files of columns are no faults: those that no column uses are harmless, and listed apart.
-        columns_files = {self._columns_file, *filter(columns.is_column_file_name, self._files)}
-        for name in sorted(self._files.keys() - expected - columns_files):
+        for name in sorted(self._files.keys() - expected):
+            # Files of columns are no faults: those that no column uses are listed as harmless.
+            if name == self._columns_file or columns.is_column_file_name(name):
+                continue
             self.faults.append(f'{name}: is unexpected, a file of {self._files[name].size} bytes')
 
     def _locate_columns(
@@ -257,10 +272,12 @@ class _Verification:
     def _check_sources(self, latents: columns.InPlaceColumn, places: np.ndarray) -> None:
         """Compares the files that latents lie in with the description; reads unless `fast`."""
         # By file, and in each file by row, so that the reads go forward.
-        places = places[np.lexsort((places[:, 1], places[:, 0]))]
+        order = np.lexsort((places[:, 1], places[:, 0]))
+        places = places[order]
         starts = np.searchsorted(places[:, 0], np.arange(len(latents.files) + 1))
         listed_files = latents.find_files()
-        for number, (file, listed_file) in enumerate(zip(latents.files, listed_files, strict=True)):
+        for number, file in enumerate(latents.files):
+            listed_file = listed_files[number]
             try:
                 current_file = file.check(listed_file)
                 # Rows without checksums are read when these are computed.
@@ -282,8 +299,13 @@ class _Verification:
 
     def _check_shards(self, shards: set[str]) -> None:
         """Reads shards and columns, several at a time, or with `fast` compares their sizes."""
-        expected = {*shards, *self._recorded, *self._column_scans}
-        names = [name for name in sorted(self._files.keys() & expected) if _is_large(name)]
+        # Files of columns that nothing names are harmless, and not read.
+        expected = shards | self._recorded.keys() | self._column_scans.keys()
+        names = []
+        for name in sorted(self._files.keys() & expected):
+            # The others were read whole before.
+            if _is_large(name):
+                names.append(name)
         num_bytes = 0
         if not self._fast:
             num_bytes = sum(self._files[name].size for name in names)

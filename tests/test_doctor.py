@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import input_pipeline
-from coyo11m_tfds import add_column, doctor, schema
+from coyo11m_tfds import add_column, doctor, dry_run, schema
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.process import machine, python_child
 from coyo11m_tfds.process.sizes import format_bytes
@@ -250,35 +250,35 @@ def test_a_dry_run_is_as_the_build(sample_source, hash_sidecar, mini_dataset, mo
     splits = json.loads((mini_dataset / schema.INFO_FILE).read_bytes())['splits']
     lengths = [int(length) for split in splits for length in split['shardLengths']]
     records, num_bytes = sum(lengths), sum(int(split['numBytes']) for split in splits)
-    found = doctor.plan_or_estimate(sample_source, settings)
+    found = dry_run.plan_or_estimate(sample_source, settings)
     assert (found.num_records, found.num_shards) == (records, len(lengths))
     assert found.num_bytes == pytest.approx(num_bytes, rel=0.01)
-    line = found.finding(sample_source)
+    line = doctor.describe_build(sample_source, found)
     size = format_bytes(found.num_bytes)
     assert f'{records:,} records in {len(lengths)} shards of {size}' in line.text
     assert line.status == 'pass'
 
-    monkeypatch.setattr(doctor, '_EXACT_BYTES', {False: 0, True: 0})  # as of a large source
-    found = doctor.plan_or_estimate(sample_source, settings)
+    monkeypatch.setattr(dry_run, '_EXACT_BYTES', {False: 0, True: 0})  # as of a large source
+    found = dry_run.plan_or_estimate(sample_source, settings)
     assert found.num_shards == 0
     assert found.num_records == pytest.approx(records, rel=0.03)
     assert found.num_bytes == pytest.approx(num_bytes, rel=0.1)
-    assert 'become about 1,200 records' in found.finding(sample_source).text
+    assert 'become about 1,200 records' in doctor.describe_build(sample_source, found).text
 
 
 def test_a_remote_source(gcs, tmp_path, monkeypatch):
     folder = made_sources.write_source(tmp_path / 's', [range(40), range(40, 90)])
     gcs.upload_folder(folder, 'gs://bucket/s')
-    found = doctor.plan_or_estimate('gs://bucket/s', SETTINGS)
+    found = dry_run.plan_or_estimate('gs://bucket/s', SETTINGS)
     assert (found.num_shards > 0, found.num_records) == (True, 90)
     files = [path for path in folder.rglob('*') if path.is_file()]
     captions = (folder / schema.CAPTIONS_FILE).stat().st_size  # sorted ones are kept as well
     assert found.scratch_bytes == captions + sum(file.stat().st_size for file in files)
     heads = dataclasses.replace(SETTINGS, latents='in_place', read_latents='heads')
-    assert doctor.plan_or_estimate('gs://bucket/s', heads).scratch_bytes == captions
-    monkeypatch.setattr(doctor, '_EXACT_BYTES', {False: 0, True: 0})
+    assert dry_run.plan_or_estimate('gs://bucket/s', heads).scratch_bytes == captions
+    monkeypatch.setattr(dry_run, '_EXACT_BYTES', {False: 0, True: 0})
     gcs.clear()
-    assert doctor.plan_or_estimate('gs://bucket/s', SETTINGS).num_records == pytest.approx(
+    assert dry_run.plan_or_estimate('gs://bucket/s', SETTINGS).num_records == pytest.approx(
         90, rel=0.02
     )
     read = sum(r.nbytes for r in gcs.requests if r.path.endswith(schema.CAPTIONS_FILE))

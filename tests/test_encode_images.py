@@ -18,7 +18,7 @@ import pytest
 from absl import logging
 
 import input_pipeline
-from coyo11m_tfds import add_column, doctor, encode_images, mirror, schema, show, storage
+from coyo11m_tfds import add_column, dry_run, encode_images, mirror, schema, show, storage
 from coyo11m_tfds.convert.build_settings import BuildSettings, choose_validation_fraction
 from coyo11m_tfds.encoding import decoders, parts
 from coyo11m_tfds.encoding.image_counts import ImageCounts
@@ -720,7 +720,7 @@ def test_each_tar_of_an_encoding_is_needed_as_it_was_encoded(
         mirror.mirror(out, tmp_path / 'mirror')
     assert not (tmp_path / 'mirror' / '00001.tar').exists()
     with pytest.raises(ValueError, match=message):
-        doctor.plan_or_estimate(str(out), BuildSettings())
+        dry_run.plan_or_estimate(str(out), BuildSettings())
     assert encode(source, encoder, out).num_encoded == 8
     assert files_of(str(out)) == expected
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import save_file
 
 import input_pipeline
-from coyo11m_tfds import add_column, doctor, embed_captions, mirror, schema, verify
+from coyo11m_tfds import add_column, dry_run, embed_captions, mirror, schema, verify
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.source import source_folder
@@ -416,7 +416,7 @@ def test_shards_of_one_name_are_told_apart_when_their_source_moves(tmp_path):
 
 def test_the_doctor_plans_a_build_of_a_format(source):
     folder, truth = source
-    found = doctor.plan_or_estimate(str(folder), BuildSettings())
+    found = dry_run.plan_or_estimate(str(folder), BuildSettings())
     assert found.num_shards and found.num_records == len(truth)
     assert found.source.startswith('2 .')
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from coyo11m_tfds import doctor, embed_captions, mirror, schema
+from coyo11m_tfds import doctor, dry_run, embed_captions, mirror, schema
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.source import source_folder
 from coyo11m_tfds.source.captions import CaptionFiles
@@ -237,7 +237,7 @@ def test_all_faults_are_in_one_message(source, tmp_path, fields, changes, messag
         assert len(re.findall(message, text)) == 1, text
     assert (f'{len(messages)} faults: (1) ' in text) == (len(messages) > 1)
     with pytest.raises(ValueError, match=re.escape(text)):
-        doctor.plan_or_estimate(str(source), BuildSettings(**fields))
+        dry_run.plan_or_estimate(str(source), BuildSettings(**fields))
     assert not list(tmp_path.rglob('*.tfrecord*'))
 
 

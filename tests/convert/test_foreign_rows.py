@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from coyo11m_tfds import doctor, embed_captions, schema
+from coyo11m_tfds import dry_run, embed_captions, schema
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.source import sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
@@ -268,7 +268,7 @@ def test_a_file_without_rows_or_values_is_a_count(tmp_path, name):
     settings = embed_captions.EmbedSettings(**fields)
     report = embed_captions.embed(source, 'hash', tmp_path / 'x', settings)
     assert report.num_captions == COUNT
-    assert doctor.plan_or_estimate(str(source), BuildSettings(**fields)).num_records == COUNT
+    assert dry_run.plan_or_estimate(str(source), BuildSettings(**fields)).num_records == COUNT
 
 
 def test_an_empty_shard_of_mds_is_a_count(tmp_path):

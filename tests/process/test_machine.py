@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from coyo11m_tfds import doctor
+from coyo11m_tfds import doctor, dry_run
 from coyo11m_tfds.convert import build_settings, local_runner
 from coyo11m_tfds.convert.build_settings import BuildSettings, check_build_memory
 from coyo11m_tfds.process import machine, workers
@@ -93,7 +93,7 @@ def test_a_build_that_would_run_out_of_memory_is_refused(
         with pytest.raises(ValueError, match=remedy):
             plans.make_plan(source, tmp_path / 'plan', num_workers=number)
         with pytest.raises(ValueError, match=remedy):
-            doctor.plan_or_estimate(str(source), BuildSettings(num_workers=number))
+            dry_run.plan_or_estimate(str(source), BuildSettings(num_workers=number))
     with pytest.raises(ValueError, match='of 30,000,000 rows with num_workers=1 takes 4'):
         check_build_memory(30_000_000, 0)
 
@@ -105,9 +105,9 @@ def test_too_many_rows_are_refused_before_they_are_joined(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match='the build of 20 rows'):
         plans.make_plan(source, tmp_path / 'plan')
     # As of a source that takes long to plan.
-    monkeypatch.setitem(doctor._EXACT_BYTES, False, 0)
+    monkeypatch.setitem(dry_run._EXACT_BYTES, False, 0)
     with pytest.raises(ValueError, match='the build of 20 rows'):
-        doctor.plan_or_estimate(str(source), BuildSettings())
+        dry_run.plan_or_estimate(str(source), BuildSettings())
 
 
 WORK = {

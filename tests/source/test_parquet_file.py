@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coyo11m_tfds import add_column, doctor, embed_captions, mirror, schema, verify
+from coyo11m_tfds import add_column, dry_run, embed_captions, mirror, schema, verify
 from coyo11m_tfds.convert.build_settings import BuildSettings
 from coyo11m_tfds.source import parquet_file
 from coyo11m_tfds.source.parquet_file import ParquetFile
@@ -226,7 +226,7 @@ def test_a_build_has_the_latents_captions_and_numbers_of_the_files(source, tmp_p
     )
     assert shards == same_shards and len(shards) > 3
     assert add_column.add(data_set, 'size', source=folder, column='width').dtype == 'int64'
-    found = doctor.plan_or_estimate(str(folder), BuildSettings())
+    found = dry_run.plan_or_estimate(str(folder), BuildSettings())
     assert found.num_records == len(truth)
 
 
