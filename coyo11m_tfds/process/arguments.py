@@ -34,7 +34,11 @@ _KINDS: dict[Any, tuple[str, Any, Any, Callable[[Any], Any]]] = {
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """Converts the value of an argument to the type of its annotation, if that is in `_KINDS`."""
+    """Returns the value of an argument, converted to the type of its annotation if it can be.
+
+    Raises a FieldError for a value of another kind; one whose annotation is not in `_KINDS` is
+    returned as it is.
+    """
     if kind not in _KINDS:
         return value
     expected, types, others, conversion = _KINDS[kind]
@@ -44,7 +48,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
 
 
 def convert_fields(settings: Any) -> None:
-    """Converts all fields of a frozen dataclass."""
+    """Converts all fields of a frozen dataclass; raises a FieldError for a value of another kind."""
     for field in dataclasses.fields(settings):
         value = convert(field.name, getattr(settings, field.name), field.type)
         object.__setattr__(settings, field.name, value)

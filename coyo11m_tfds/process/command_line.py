@@ -161,6 +161,7 @@ def ends_in_one_line(
     """
     previous = {number: signal.getsignal(number) for number in stop_signals.find_heeded()}
     unwind_on_signals()
+    # A crash in a library then shows where, in place of nothing.
     if not faulthandler.is_enabled():
         faulthandler.enable()
     kinds: tuple[type[BaseException], ...] = (KeyboardInterrupt, ModuleNotFoundError, *fixable)
@@ -172,6 +173,7 @@ def ends_in_one_line(
         print_error(error, outlook)
         sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else status)
     finally:
+        # A program may call this several times, and a notebook goes on.
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -75,7 +75,7 @@ class Faults:
 
 class _SeveralFaults(ValueError):
     def __init__(self, faults: list[ValueError]):
-        texts = (f'({number}) {fault}' for number, fault in enumerate(faults, 1))
+        texts = [f'({number}) {fault}' for number, fault in enumerate(faults, 1)]
         super().__init__(f'{len(faults)} faults: {" ".join(texts)}')
         self.errors = faults
 
@@ -114,6 +114,7 @@ def describe_error(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, ModuleNotFoundError) and 'pip install' not in text:
         text = f"{error.name} is not installed: pip install -c constraints.txt -e '.[convert,text]'"
+    # Of the operating system: those that this project raises have no number, but their own advice.
     elif isinstance(error, OSError) and error.errno is not None:
         text = str(error.strerror)
         if error.filename is not None:
@@ -155,9 +156,12 @@ def check_same_entries(
     expected: Mapping[str, Any], entries: Mapping[str, Any], name: str, origin: str
 ) -> None:
     """Raises a ValueError if an entry of the file `name` differs from that expected by `origin`."""
+    # In order, so that all processes and runs name the same one.
     for entry in sorted(expected.keys() | entries.keys()):
-        if expected.get(entry) != entries.get(entry):
+        value = entries.get(entry)
+        expected_value = expected.get(entry)
+        if value != expected_value:
             raise ValueError(
-                f'{name}: {entry} is {entries.get(entry)!r}, but {expected.get(entry)!r} {origin}. '
+                f'{name}: {entry} is {value!r}, but {expected_value!r} {origin}. '
                 'Remove the file, or choose another folder.'
             )

@@ -23,12 +23,16 @@ def process_index() -> int:
 
     Raises a ValueError for a launcher's variable that is not a number.
     """
-    for rank in filter(os.environ.get, _LAUNCHERS):
-        if not os.environ[rank].isdecimal():
+    for variable in _LAUNCHERS:
+        number = os.environ.get(variable)
+        # An empty one is as good as none.
+        if not number:
+            continue
+        if not number.isdecimal():
             raise ValueError(
-                f'{rank}={os.environ[rank]}: expected the number of this process, from 0 up.'
+                f'{variable}={number}: expected the number of this process, from 0 up.'
             )
-        return int(os.environ[rank])
+        return int(number)
     jax = sys.modules.get('jax')
     if jax and jax.distributed.is_initialized():
         return jax.process_index()
@@ -41,11 +45,13 @@ def index_and_count() -> tuple[int, int]:
     Raises a ValueError for launchers' variables that contradict each other.
     """
     index = process_index()
-    for rank in filter(os.environ.get, _LAUNCHERS):
-        count = os.environ.get(_LAUNCHERS[rank], '')
+    for variable, count_variable in _LAUNCHERS.items():
+        if not os.environ.get(variable):
+            continue
+        count = os.environ.get(count_variable, '')
         if not count.isdecimal() or index >= int(count):
             raise ValueError(
-                f'{rank}={index} and {_LAUNCHERS[rank]}={count}: expected the number of this '
+                f'{variable}={index} and {count_variable}={count}: expected the number of this '
                 'process, from 0 up, and the count of all, which is larger. Set both, or none.'
             )
         return index, int(count)

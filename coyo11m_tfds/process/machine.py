@@ -11,13 +11,16 @@ _DEVICES = (('gpu', 'nvidia[0-9]*'), ('tpu', 'accel[0-9]*'), ('tpu', 'vfio/[0-9]
 
 def usable_cpus(root: str | os.PathLike[str] = '/') -> int:
     """Returns how many cores this process can use, at least 1; `root` holds proc and sys."""
+    # Linux alone has it: a scheduler may have bound this process to some cores.
     if hasattr(os, 'sched_getaffinity'):
         num_cpus = len(os.sched_getaffinity(0))
     else:
         num_cpus = os.cpu_count() or 1
-    for quota in _limits(root, 'cpu.max'):  # microseconds of each period, and the period
-        if len(quota) == 2:
-            num_cpus = min(num_cpus, math.ceil(quota[0] / quota[1]))
+    for numbers in _limits(root, 'cpu.max'):
+        if len(numbers) == 2:
+            quota, period = numbers  # microseconds
+            # Part of a core is a core that others use, too.
+            num_cpus = min(num_cpus, math.ceil(quota / period))
     return num_cpus
 
 
@@ -44,7 +47,8 @@ def _limits(root: str | os.PathLike[str], name: str) -> list[list[int]]:
     limits = []
     for folder in _control_groups(root):
         try:
-            limits.append([int(word) for word in (folder / name).read_text().split()])
+            words = (folder / name).read_text().split()
+            limits.append([int(word) for word in words])
         # A group without this limit has no such file, or a word in it.
         except (OSError, ValueError):
             continue
@@ -66,5 +70,6 @@ def _control_groups(root: str | os.PathLike[str]) -> set[pathlib.Path]:
         for mount in ('', 'unified'):
             top = pathlib.Path(root, 'sys/fs/cgroup', mount)
             # In a container the path may be that on the host, of which only the top is mounted.
-            folders |= {top, top / below, *(top / parent for parent in below.parents)}
+            folders |= {top, top / below}
+            folders.update(top / parent for parent in below.parents)
     return folders

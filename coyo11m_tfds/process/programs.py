@@ -56,14 +56,17 @@ def runs_build() -> bool:
 
 def describe_programs(package: str) -> list[str]:
     """Returns a line for each program of a package of this project: its name and purpose."""
+    # Here, because both packages import this module first: only a list of programs needs it.
     import ast
 
     folder = pathlib.Path(__file__).parents[2] / package
     purposes = {}
     for path in sorted(folder.rglob('*.py')):
-        name = '.'.join(path.relative_to(folder.parent).with_suffix('').parts)
+        module = path.relative_to(folder.parent).with_suffix('')
+        name = '.'.join(module.parts)
         # Not imported: some would take seconds.
-        doc = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
+        tree = ast.parse(path.read_text(encoding='utf-8'))
+        doc = ast.get_docstring(tree) or ''
         # Other modules show no command of their own.
         if f'\n    python -m {name}' in doc:
             first_sentence, _, _ = doc.splitlines()[0].partition('. ')

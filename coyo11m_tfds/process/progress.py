@@ -106,6 +106,7 @@ class Progress:
 
     def __exit__(self, error_type: type | None, *_) -> None:
         """Logs the average speed of the whole run, also when it ends by an exception."""
+        # First, so that the thread neither draws the bar again nor logs a line after the last.
         self._over.set()
         self._ticker.join()
         if self._bar is not None:
@@ -167,8 +168,10 @@ class Progress:
 
     def _move_window(self, now: float) -> None:
         """Keeps marks of the last minute, a second apart, and one from before it."""
-        if now - self._marks[-1].time >= _SECONDS_BETWEEN_TICKS:
+        last = self._marks[-1]
+        if now - last.time >= _SECONDS_BETWEEN_TICKS:
             self._marks.append(_Mark(now, self._work.copy()))
+        # The second one, because the first is to lie before the window: the speed is since then.
         while len(self._marks) > 1 and now - self._marks[1].time >= _WINDOW_SECONDS:
             self._marks.popleft()
 
@@ -190,7 +193,8 @@ class Progress:
             clauses.append(_format_share(self._counts[name], goal, name))
         for name in _RATED:
             if name in self._counts:
-                clauses.append(f'{_format_speed(self._speed(name, now, since))} {name}/s')
+                rate = _format_speed(self._speed(name, now, since))
+                clauses.append(f'{rate} {name}/s')
         speed = self._speed(_AMOUNT, now, since)
         if self._unit != _BYTES:
             clauses.append(f'{_format_speed(speed)} {self._unit}/s')
@@ -214,6 +218,7 @@ class Progress:
 
 def _is_watched() -> bool:
     """Whether the log is shown on a terminal or in a notebook."""
+    # tqdm has found out what runs this process, and chosen a class for it.
     is_notebook = tqdm.autonotebook.tqdm is not tqdm.tqdm
     return logging.vlog_is_on(0) and (is_notebook or _has_room_for_a_bar())
 

@@ -37,7 +37,9 @@ def escape_for_markdown(text: object) -> str:
 def quote_in_markdown(text: object, language: str = '') -> str:
     """Returns a text as a block of Markdown that shows its lines as they are."""
     text = _escape_lines(str(text))
-    longest = max(map(len, re.findall('`+', text)), default=0)
+    # A block begins with at least three, and ends only at as many as it began with.
+    rows = re.findall('`+', text)
+    longest = max(map(len, rows), default=0)
     fence = '`' * max(3, longest + 1)
     return f'{fence}{language}\n{text}\n{fence}'
 

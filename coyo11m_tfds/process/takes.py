@@ -35,8 +35,8 @@ def takes(
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             return function(options_class(*args, **kwargs))
 
-        parameters = list(inspect.signature(options_class).parameters.values())
-        signature = inspect.signature(function).replace(parameters=parameters)
+        parameters = inspect.signature(options_class).parameters
+        signature = inspect.signature(function).replace(parameters=list(parameters.values()))
         # Else `inspect` would find that of the function, whose only argument is the options.
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call

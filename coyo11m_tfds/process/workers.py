@@ -88,6 +88,7 @@ def map_ahead(
         try:
             for item in items:
                 num_bytes += bytes_ahead(item)
+                # Before this one is begun: its bytes are counted among those under way.
                 while futures and (len(futures) == ahead or num_bytes > max_bytes_ahead):
                     first_item, future = futures.popleft()
                     num_bytes -= bytes_ahead(first_item)
@@ -97,6 +98,7 @@ def map_ahead(
                 first_item, future = futures.popleft()
                 yield first_item, future.result()
         finally:
+            # A caller that stops early has no use for what was not begun.
             threads.shutdown(wait=False, cancel_futures=True)
 
 
