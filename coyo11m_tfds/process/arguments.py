@@ -48,7 +48,7 @@ def convert(name: str, value: Any, kind: Any) -> Any:
 
 
 def convert_fields(settings: Any) -> None:
-    """Converts all fields of a frozen dataclass; raises a FieldError for a value of another kind."""
+    """Converts all fields of a frozen dataclass; FieldError for a value of another kind."""
     for field in dataclasses.fields(settings):
         value = convert(field.name, getattr(settings, field.name), field.type)
         object.__setattr__(settings, field.name, value)

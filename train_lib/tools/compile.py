@@ -118,7 +118,7 @@ def analyze(
     report['compile_seconds'] = time.monotonic() - start
     report[costs.MEMORY] = _measure_memory(compiled) | {'the chip has': chip.memory / 1e9}
     if encoder is not None:
-        nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(encoder.params))
+        nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(encoder.params))
         report[costs.MEMORY]['weights of the encoder'] = nbytes / 1e9
     report |= costs.tabulate(hlo.read_costs(compiled.as_text() or ''), chip, schedules)
     if step == TRAIN:
@@ -172,11 +172,12 @@ def _describe_program(
     hosts = len({device.process_index for device in devices})
     axes = ' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
     kind = {TRAIN: '', EVALUATE: 'evaluation of ', DRAW: 'drawing of '}[step]
+    # A model of another kind need not have one.
     remat = getattr(model, 'remat', 'none')
+    slice_text = f'{format_count(len(devices), "device")} of {chip.name}'
     return (
         f'{config.model.name}, remat {remat}, {kind}{format_count(count, "sample")} on '
-        f'{format_count(len(devices), "device")} of {chip.name} ({format_count(hosts, "host")}), '
-        f'mesh {axes}'
+        f'{slice_text} ({format_count(hosts, "host")}), mesh {axes}'
     )
 
 
@@ -284,7 +285,9 @@ def _dumped_schedules() -> pathlib.Path:
         f'--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true '
         '--xla_jf_dump_llo_pass_label_regex=final_bundles'
     )
-    os.environ['LIBTPU_INIT_ARGS'] = f'{os.environ.get("LIBTPU_INIT_ARGS", "")} {dump}'
+    # Behind what the user has set, which stays.
+    own_arguments = os.environ.get('LIBTPU_INIT_ARGS', '')
+    os.environ['LIBTPU_INIT_ARGS'] = f'{own_arguments} {dump}'
     return pathlib.Path(folder)
 
 
@@ -325,6 +328,7 @@ def format_meshes(reports: Mapping[int, costs.Report]) -> str:
         if costs.TIME not in report:
             lines.append(f'{fsdp:6}  {report["verdict"]}')
             continue
+        # In the columns of the heading.
         row = f'{fsdp:6}{report[costs.TIME]["in all"]:11,.0f}'
         row += f'{report["mfu"]:6.0%}{report["mfu_with_waits"]:30.0%}'
         row += f'{report[costs.MEMORY]["total"]:12.1f}'
@@ -343,24 +347,39 @@ def format_meshes(reports: Mapping[int, costs.Report]) -> str:
     return '\n'.join(lines)
 
 
+def _parse_fsdp(words: Sequence[str]) -> list[int]:
+    """Returns the values of `--fsdp`; raises a ValueError for words that are no numbers."""
+    values = []
+    for word in words:
+        if not word.isdecimal():
+            raise ValueError(f'--fsdp={",".join(words)}: expected numbers such as 4,8,16')
+        values.append(int(word))
+    return values
+
+
 def main() -> None:
     """Prints the report; the exit status is 1 if a program does not fit."""
+    config = FLAGS.config
+    # Before the first mesh is compiled, which takes minutes.
+    fsdp_values = _parse_fsdp(FLAGS.fsdp) or [config.mesh.fsdp]
     # Not the devices of this machine, which may be in use.
     jax.config.update('jax_platforms', 'cpu')
     outlook = f'compiling for {FLAGS.topology}: minutes for a large model ...'
     command_line.print_lines(outlook, file=sys.stderr)
     reports = {}
-    for fsdp in map(int, FLAGS.fsdp or [FLAGS.config.mesh.fsdp]):
-        FLAGS.config.mesh.fsdp = fsdp
-        report = analyze(FLAGS.config, FLAGS.topology, num_tokens=FLAGS.num_tokens, step=FLAGS.step)
+    for fsdp in fsdp_values:
+        config.mesh.fsdp = fsdp
+        report = analyze(config, FLAGS.topology, num_tokens=FLAGS.num_tokens, step=FLAGS.step)
         reports[fsdp] = report
     # A list of meshes makes a table, also a list of one.
     if FLAGS.fsdp:
         text = json.dumps(reports, indent=2) if FLAGS.json else format_meshes(reports)
         command_line.print_lines(*text.splitlines())
-        sys.exit(not all(report['fits'] for report in reports.values()))
+        fits = all(report['fits'] for report in reports.values())
+        sys.exit(not fits)
     text = json.dumps(report, indent=2) if FLAGS.json else format_report(report)
     command_line.print_lines(*text.splitlines())
+    # JSON has it as a field, and must stay alone; a program that does not fit may have no time.
     if not FLAGS.json and report['fits']:
         minutes = report['compile_seconds'] / 60
         command_line.print_lines(f'Compiled in {minutes:.1f} minutes.')

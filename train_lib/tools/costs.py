@@ -47,7 +47,9 @@ def tabulate(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Rep
         schedules: Folder with the schedules of kernels, which take a cycle for each bundle and
             sample.
     """
-    milliseconds = 1e3 / chip.clock if chip.clock else 0  # of a cycle
+    milliseconds = 0.0  # of a cycle
+    if chip.clock:
+        milliseconds = 1e3 / chip.clock
     times = dict.fromkeys(_SECTIONS, 0.0)
     for name, cycles in costs.cycles.items():
         times[_find_section(name)] += cycles * milliseconds
@@ -57,7 +59,9 @@ def tabulate(costs: hlo.Costs, chip: chips.Chip, schedules: pathlib.Path) -> Rep
     # The compiler estimates no kernels: their schedules say how long a sample takes.
     for kernel, calls in costs.kernels.items():
         count = bundles(schedules, kernel.name)
-        section = f'kernel {kernel.name.split(".")[0]}'
+        # Without the number that XLA gives to each call.
+        stem, _, _ = kernel.name.partition('.')
+        section = f'kernel {stem}'
         cycles = count * kernel.rows * calls
         times[section] = times.get(section, 0) + cycles * milliseconds
         if not count:
@@ -111,6 +115,7 @@ def _add_up_waits(collectives: Sequence[hlo.Collective], chip: chips.Chip) -> di
     for name in sorted(wait_ms, key=lambda name: -wait_ms[name]):
         if wait_ms[name] >= _LISTED:
             waits[f'{times[name]} x {name}'] = wait_ms[name]
+    # Also those that were not listed: the rows above and the last but one add up to it.
     total = sum(wait_ms.values())
     waits['shorter ones'] = total - sum(waits.values())
     waits['in all'] = total
@@ -120,7 +125,8 @@ def _add_up_waits(collectives: Sequence[hlo.Collective], chip: chips.Chip) -> di
 def _describe_largest(exchange: hlo.Collective) -> str:
     """Returns the largest array of an exchange, as XLA writes it, and how many more there are."""
     dtype, shape = max(exchange.arrays, key=lambda array: math.prod(array[1]))
-    description = f'{dtype}[{",".join(map(str, shape))}]'
+    sizes = ','.join(map(str, shape))
+    description = f'{dtype}[{sizes}]'
     num_others = len(exchange.arrays) - 1
     if num_others:
         description += f' and {num_others} more'
@@ -139,11 +145,13 @@ def judge(report: Report, chip: chips.Chip) -> Report:
     if estimate:
         mfu = ideal / estimate
         mfu_with_waits = ideal / (estimate + report[WAITS]['in all'])
-    clauses = [f'{"fits" if fits else "does not fit"}: {share:.0%} of the memory']
+    outcome = 'fits' if fits else 'does not fit'
+    clauses = [f'{outcome}: {share:.0%} of the memory']
     traffic = report[MOVED]
     least_traffic = traffic.get('least for this mesh')
     if least_traffic:
-        clauses.append(f'{traffic["in all"] / least_traffic:.2f} times the least traffic')
+        ratio = traffic['in all'] / least_traffic
+        clauses.append(f'{ratio:.2f} times the least traffic')
     if estimate:
         clauses.append(f'{estimate:.0f} ms a step by the compiler, an MFU of {mfu:.0%}')
         clauses.append(f'{mfu_with_waits:.0%} with the exchanges that wait')
@@ -161,16 +169,18 @@ def judge(report: Report, chip: chips.Chip) -> Report:
 def bundles(schedules: pathlib.Path, instruction: str) -> int:
     """Returns an instruction's VLIW bundles in the last program compiled; 0 without a schedule."""
     # Libtpu schedules only one of equal instructions, so `x.1` may stand for `x.2`.
-    stem = re.escape(instruction.split('.')[0])
-    pattern = re.compile(rf'(\d+)-({stem}(?:\.\d+)?)-\d+-schedule-analysis')
+    stem, _, _ = instruction.partition('.')
+    pattern = re.compile(rf'(\d+)-({re.escape(stem)}(?:\.\d+)?)-\d+-schedule-analysis')
     candidates = []
     for path in schedules.iterdir():
         match = pattern.match(path.name)
         if match:
             # Names begin with the time: the last is of the program that was compiled last.
-            candidates.append((match[2] == instruction, int(match[1]), path))
+            is_exact = match[2] == instruction
+            candidates.append((is_exact, int(match[1]), path))
     if not candidates:
         return 0
+    # The schedule of the instruction itself, if there is one, before later ones of its equals.
     *_, path = max(candidates)
     total = re.search(r'total scheduled bundles:\s*(\d+)', path.read_text())
     return int(total[1]) if total else 0
@@ -210,6 +220,7 @@ def least_bytes(
         """Returns the bytes for one array of weights."""
         # Weights that do not divide lie whole on every device.
         is_split = sharding.partition_spec(leaf.shape, fsdp) != PartitionSpec()
+        # The letters of the comment above.
         f = fsdp if is_split else 1
         d = n // f
         within_groups = (f - 1) / f * (2 * compute_bytes + gradient_bytes) * accumulate

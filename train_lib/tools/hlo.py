@@ -87,7 +87,9 @@ class _Instruction(NamedTuple):
         """Returns dtype and shape of each array of the result."""
         arrays = []
         for dtype, sizes in _ARRAY.findall(self.result):
-            shape = tuple(int(size) for size in sizes.split(',') if size)
+            # A scalar has no sizes: `f32[]`.
+            words = sizes.split(',') if sizes else []
+            shape = tuple(int(word) for word in words)
             arrays.append((dtype, shape))
         return arrays
 
@@ -122,7 +124,8 @@ def read_costs(text: str) -> Costs:
         for instruction in program[name].values():
             # An asynchronous exchange stands in each of the fusions that it spans.
             chain = instruction.attribute(r'chain_id="(\d+)"')
-            place = fused_in, chain, instruction.attribute(r'channel_id=(\d+)')
+            channel = instruction.attribute(r'channel_id=(\d+)')
+            place = fused_in, chain, channel
             if not chain or place not in seen_places:
                 costs.collectives.extend(_collective(instruction, name, loops))
             seen_places.add(place)
@@ -133,7 +136,8 @@ def read_costs(text: str) -> Costs:
             called_loops = loops
             called_in = fused_in
             if instruction.opcode == 'while':
-                called_loops = (*loops, _trip_count(program, name, instruction))
+                length = _trip_count(program, name, instruction)
+                called_loops = (*loops, length)
             elif instruction.opcode == 'fusion':
                 called_in = fused_in or name
             stack += [(called, called_loops, called_in) for called in instruction.called()]
@@ -144,13 +148,16 @@ def _add_estimate(costs: Costs, instruction: _Instruction, loops: Loops, is_fuse
     """Adds the compiler's estimate of an instruction, or the calls of a kernel."""
     times = _times(loops)
     if _KERNEL in instruction.attributes:
-        # Scalars have no first axis.
-        sizes = [shape[0] for _, shape in instruction.arrays() if shape]
-        rows = max(sizes, default=1)
+        rows = 1
+        for _, shape in instruction.arrays():
+            # Scalars have no first axis.
+            if shape:
+                rows = max(rows, shape[0])
         costs.kernels[Kernel(instruction.name, rows)] += times
     # The estimate of a fusion holds those of the instructions in it.
     if not is_fused:
-        estimate = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+        cycles = instruction.attribute(r'"estimated_cycles":"(\d+)"')
+        estimate = int(cycles or 0)
         operation = instruction.attribute(r'op_name="([^"]*)"')
         costs.cycles[operation] += times * estimate
 
@@ -169,8 +176,9 @@ def _parse_program(text: str) -> _Program:
             instructions: dict[str, _Instruction] = {}
             program[_ENTRY if header[1] else header[2]] = instructions
             continue
-        # Without comments, such as the indices in long tuples.
-        match = _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line))
+        # Comments are such as the indices in long tuples.
+        without_comments = re.sub(r'/\*.*?\*/', '', line)
+        match = _INSTRUCTION.match(without_comments)
         if match:
             instructions[match[1]] = _Instruction(*match.groups())
     if _ENTRY not in program:
@@ -197,7 +205,9 @@ def _trip_count(program: _Program, computation: str, loop: _Instruction) -> int:
     first_values = instructions[loop.operand(0)]
     if first_values.opcode != 'tuple':
         return 0
-    start = instructions[first_values.operand(int(counter.attribute(r'index=(\d+)')))]
+    index = int(counter.attribute(r'index=(\d+)'))
+    start = instructions[first_values.operand(index)]
+    # XLA may copy a constant before it puts it into the tuple.
     while start.opcode in ('copy', 'bitcast'):
         start = instructions[start.operand(0)]
     if start.opcode != 'constant':
@@ -249,8 +259,11 @@ def members(attributes: str) -> int:
     # members differ along `b`) or pairs of source and target.
     pairs = re.search(r'source_target_pairs=\{(\{.*?\})\}', attributes)
     if pairs:
-        ends = re.findall(r'\{(\d+),(\d+)\}', pairs[1])
-        return 2 if any(source != target for source, target in ends) else 1
+        # Where all send to themselves, nothing moves.
+        for source, target in re.findall(r'\{(\d+),(\d+)\}', pairs[1]):
+            if source != target:
+                return 2
+        return 1
     group = re.search(r'replica_groups=\{\{([\d,]+)\}', attributes)
     if group:
         return group[1].count(',') + 1
@@ -263,5 +276,6 @@ def members(attributes: str) -> int:
     )
     if axes:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
-        return math.prod(int(sizes[name]) for name in re.findall(r'\w+', axes[2]))
+        names = re.findall(r'\w+', axes[2])
+        return math.prod(int(sizes[name]) for name in names)
     raise ValueError(f'cannot tell how many devices exchange data: {attributes[:200]!r}')

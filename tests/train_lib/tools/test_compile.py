@@ -249,6 +249,13 @@ def test_the_command_compares_meshes():
     ]
 
 
+def test_a_mesh_that_is_no_number_is_refused_before_the_others_are_compiled():
+    arguments = '--config=default', '--topology=v5e:2x2', '--fsdp=1,x'
+    ended = children.program('train_lib.tools.compile', *arguments, forked=True)
+    assert ended.returncode == 1
+    assert ended.stderr == 'error: --fsdp=1,x: expected numbers such as 4,8,16\n'
+
+
 def _figures(text):
     """Numbers of a report by what stands before them, without the single exchanges."""
     rows = re.findall(r'^  (\D.*?)  +([-\d.,]+)$', text, re.MULTILINE)
