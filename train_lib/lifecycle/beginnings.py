@@ -207,8 +207,11 @@ def _check_heads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raises a ValueError if the number of attention heads differs, which no shape reveals."""
     if saved['kind'] != current['kind']:
         return
-    before = getattr(models.make_model(**saved), 'num_heads', 0)
-    now = getattr(models.make_model(**current), 'num_heads', 0)
+    saved_model = models.make_model(**saved)
+    model = models.make_model(**current)
+    # A model of one's own may have none.
+    before = getattr(saved_model, 'num_heads', 0)
+    now = getattr(model, 'num_heads', 0)
     if before != now:
         raise ValueError(f'its model.num_heads is {before}, expected {now} as in this run')
 

@@ -239,7 +239,9 @@ def _shorten_errors(problem: str, advice: str = '') -> Iterator[None]:
 def find_last(workdir: epath.PathLike) -> 'SavedRun | None':
     """Returns a run's last checkpoint, or None without one; raises an OSError if it is damaged."""
     steps = _list_steps(workdir)
-    return SavedRun(workdir, steps[-1]) if steps else None
+    if not steps:
+        return None
+    return SavedRun(workdir, steps[-1])
 
 
 def open_run(place: epath.PathLike, step: int | None = None) -> 'SavedRun':

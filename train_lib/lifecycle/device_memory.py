@@ -52,8 +52,9 @@ def _measure_free_memory() -> float:
     device, *other_devices = jax.local_devices()
     # On a CPU the kernel grants more memory than there is, and later kills the process.
     if device.platform == 'cpu':
-        # The most so far, in KiB.
-        resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        # The most that this process has held so far, which Linux gives in KiB.
+        resident = 1024 * usage.ru_maxrss
         num_devices = 1 + len(other_devices)
         return (machine.usable_memory() - resident) // num_devices
     # Without statistics nothing is known, and the step is tried.

@@ -54,14 +54,18 @@ class WandbWriter(metric_writers.MultiWriter):
         """Sends pictures of a step, uint8 `(n, H, W, 3)` by name."""
         values = {}
         for name, pictures in images.items():
-            values[name] = [self._image(picture) for picture in np.asarray(pictures)]
+            # In one transfer: they may still lie on a device.
+            arrays = np.asarray(pictures)
+            values[name] = [self._image(array) for array in arrays]
         self._run.log(values, step=step)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Sends texts of a step, by name."""
         values = {}
         for name, text in texts.items():
-            values[name] = self._html(f'<pre>{escape_for_html(text)}</pre>')
+            # With its lines as they are, such as those of a configuration.
+            shown = f'<pre>{escape_for_html(text)}</pre>'
+            values[name] = self._html(shown)
         self._run.log(values, step=step)
 
     def close(self) -> None:

@@ -216,16 +216,21 @@ class TrainLog:
 
     def _summarize(self, step: int, scalars: Mapping[str, float]) -> Iterator[str]:
         """Yields what describes a window: loss 0.4123, step 350 of 900, 2.2 steps/s, ..."""
-        yield f'loss {scalars["train/loss"]:.4f}' if 'train/loss' in scalars else 'no finite loss'
+        if 'train/loss' in scalars:
+            yield f'loss {scalars["train/loss"]:.4f}'
+        else:
+            yield 'no finite loss'
         yield f'step {step} of {self.config.num_steps}'
         if 'train/steps_per_second' in scalars:
             rate = scalars['train/steps_per_second']
-            yield f'{rate:.2f} steps/s' if rate < 10 else f'{rate:.0f} steps/s'
+            decimals = 2 if rate < 10 else 0
+            yield f'{rate:.{decimals}f} steps/s'
             # Evaluations and the like included, as they will come again.
             seconds = time.monotonic() - (self._first_finished or self._opened)
             # Without the first one, whose compilation does not come again.
             steps_done = max(step - self.steps_before - 1, 1)
-            remaining = round(seconds / steps_done * (self.config.num_steps - step))
+            steps_left = self.config.num_steps - step
+            remaining = round(seconds / steps_done * steps_left)
             yield f'{datetime.timedelta(seconds=remaining)} left'
         if 'train/epoch' in scalars:
             yield f'epoch {scalars["train/epoch"]:.2f}'
@@ -240,7 +245,8 @@ class TrainLog:
         if 'input/cache_hits' in scalars:
             hits = format_count(int(scalars['input/cache_hits']), 'hit')
             misses = format_count(int(scalars['input/cache_misses']), 'miss', 'misses')
-            yield f'cache {hits} ({format_bytes(1e6 * scalars["input/cache_mb"])}), {misses}'
+            size = format_bytes(1e6 * scalars['input/cache_mb'])
+            yield f'cache {hits} ({size}), {misses}'
         if scalars.get('train/skipped_steps'):
             yield f'{scalars["train/skipped_steps"]:.0f} skipped'
 

@@ -147,7 +147,9 @@ def _watch(receiver: socket.socket) -> None:
         if number not in _exit_status:
             continue
         request = _requests[0] if _requests else None
-        name = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
+        name = signal.Signals(number).name
+        if number == signal.SIGINT:
+            name = 'Ctrl-C'
         if request is None or not request.can_save:
             _leave(number, f'{name}: left at once, there was nothing to save.')
         now = time.monotonic()
