@@ -8,7 +8,7 @@ from tests import made_sources
 from tests.built import files_of
 from tests.convert import build_kills
 from tests.fakes.cloud import Fault
-from tests.fakes.fake_http import KINDS
+from tests.fakes.faults import KINDS
 
 SOURCE = 'gs://source/coyo'
 PASSING = [kind for kind in KINDS if kind not in ('401', '403')]

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from tests.fakes.fake_gcs import Gcs
-from tests.fakes.fake_http import CERTIFICATE, Fault
+from tests.fakes.fake_http import CERTIFICATE
 from tests.fakes.fake_hub import Hub
+from tests.fakes.faults import Fault
 
 __all__ = ['Fault', 'Gcs', 'Hub', 'bucket', 'fake_gcs', 'fake_hub', 'gcs', 'hub', 'place']
 

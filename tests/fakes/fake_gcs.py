@@ -6,19 +6,15 @@ unless its name begins with 'no-such-'.
 
 import base64
 import dataclasses
-import functools
 import gzip
 import json
 import pathlib
 import re
 import threading
-import time
 import urllib.parse
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-import google_crc32c
 
 from tests.fakes.fake_http import (
     BrokenOff,
@@ -29,8 +25,8 @@ from tests.fakes.fake_http import (
     json_reply,
     select_range,
 )
+from tests.fakes.gcs_store import CONTENT_TYPE, Object, Store, Unchanged
 
-_CONTENT_TYPE = 'application/octet-stream'
 _UPLOAD_UNIT = 256 << 10  # of an upload that breaks off, whole units are kept
 _PAGE = 1000
 
@@ -48,174 +44,60 @@ _ROUTES = [
 ]
 
 
-@dataclasses.dataclass
-class Object:
-    """One object; its `generation` is in microseconds since 1970."""
-
-    bucket: str
-    name: str
-    data: bytes
-    generation: int
-    content_type: str = _CONTENT_TYPE
-    encoding: str = ''  # 'gzip' is unpacked on its way to clients that do not accept it
-
-    @functools.cached_property
-    def crc32c(self) -> str:
-        """Base64 of the big-endian checksum."""
-        return base64.b64encode(google_crc32c.value(self.data).to_bytes(4, 'big')).decode()
-
-    @property
-    def etag(self) -> str:
-        return base64.b64encode(str(self.generation).encode()).decode()
-
-    def resource(self, url: str) -> dict[str, Any]:
-        """The metadata as the JSON interface gives it."""
-        quoted = urllib.parse.quote(self.name, safe='')
-        seconds, micros = divmod(self.generation, 1_000_000)
-        when = time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds)) + f'.{micros // 1000:03d}Z'
-        return {
-            'mediaLink': f'{url}/download/storage/v1/b/{self.bucket}/o/{quoted}?alt=media',
-            'name': self.name,
-            'bucket': self.bucket,
-            'generation': str(self.generation),
-            'metageneration': '1',
-            'contentType': self.content_type,
-            **({'contentEncoding': self.encoding} if self.encoding else {}),
-            'size': str(len(self.data)),
-            'crc32c': self.crc32c,
-            'etag': self.etag,
-            'timeCreated': when,
-            'updated': when,
-        }
-
-    def headers(self) -> dict[str, str]:
-        """Headers of an answer with the content."""
-        return {
-            'Content-Type': self.content_type,
-            'Accept-Ranges': 'bytes',
-            'ETag': f'"{self.etag}"',
-            'X-Goog-Generation': str(self.generation),
-            'X-Goog-Hash': f'crc32c={self.crc32c}',
-            'X-Goog-Stored-Content-Length': str(len(self.data)),
-            'X-Goog-Stored-Content-Encoding': self.encoding or 'identity',
-        }
-
-
-class Unchanged(Refused):
-    """The object is the one that the caller knows; those who only read get 304 and no body."""
-
-
-class Store:
-    """Buckets and their objects; every method is one atomic step, and keeps to preconditions."""
-
-    def __init__(self):
-        self._lock = threading.RLock()
-        self._buckets: dict[str, dict[str, Object]] = {}
-        self._last_generation = 0
-
-    def bucket(self, bucket: str) -> dict[str, Object]:
-        """A copy of a bucket; refuses names of buckets that shall not exist."""
-        with self._lock:
-            return dict(self._bucket(bucket))
-
-    def find(self, query: Mapping[str, str], bucket: str, name: str) -> Object:
-        with self._lock:
-            self.check(query, bucket, name)
-            return self._find(bucket, name, query.get('generation'))
-
-    def check(self, query: Mapping[str, str], bucket: str, name: str, kind: str = 'if') -> None:
-        """Refuses if a precondition on the object's generation does not hold."""
-        with self._lock:
-            found = self._bucket(bucket).get(name)
-        generation = found.generation if found else 0
-        wanted = int(query.get(f'{kind}GenerationMatch', generation))
-        unwanted = int(query.get(f'{kind}GenerationNotMatch', -1))
-        if wanted != generation:
-            raise Refused(412, 'At least one of the pre-conditions you specified did not hold.')
-        if unwanted == generation:
-            raise Unchanged(412, 'The object has the generation that it must not have.')
-
-    def put(
-        self,
-        bucket: str,
-        name: str,
-        data: bytes,
-        query: Mapping[str, str] = {},
-        content_type: str = _CONTENT_TYPE,
-        encoding: str = '',
-    ) -> Object:
-        with self._lock:
-            self.check(query, bucket, name)
-            self._last_generation = max(self._last_generation + 1, time.time_ns() // 1000)
-            made = Object(bucket, name, data, self._last_generation, content_type, encoding)
-            self._bucket(bucket)[name] = made
-        return made
-
-    def remove(self, bucket: str, name: str, query: Mapping[str, str] = {}) -> None:
-        with self._lock:
-            self.find(query, bucket, name)
-            del self._bucket(bucket)[name]
-
-    def copy(
-        self, query: Mapping[str, str], bucket: str, name: str, to_bucket: str, to_name: str
-    ) -> Object:
-        with self._lock:
-            self.check(query, bucket, name, 'ifSource')
-            found = self._find(bucket, name, query.get('sourceGeneration'))
-            return self.put(to_bucket, to_name, found.data, query, found.content_type)
-
-    def _bucket(self, bucket: str) -> dict[str, Object]:
-        if bucket.startswith('no-such-'):
-            raise Refused(404, 'The specified bucket does not exist.')
-        return self._buckets.setdefault(bucket, {})
-
-    def _find(self, bucket: str, name: str, generation: str | None) -> Object:
-        found = self._bucket(bucket).get(name)
-        if found is None or (generation is not None and int(generation) != found.generation):
-            raise Refused(404, f'No such object: {bucket}/{name}')
-        return found
-
-
 def select_fields(answer: Any, fields: str) -> Any:
     """What the parameter `fields` lets through, as in 'items(name,size),nextPageToken'."""
     if not fields:
         return answer
     if isinstance(answer, list):
         return [select_fields(item, fields) for item in answer]
-    wanted: dict[str, list[str]] = {}
+    # What is wanted of each field: `items/name,items/size` is `items(name,size)`.
+    fields_below: dict[str, list[str]] = {}
+    # At commas, but not at those in parentheses.
     for part in re.findall(r'(?:[^,(]|\([^)]*\))+', fields):
         name, below, listed = re.fullmatch(r'([^/(]+)(?:/(.+)|\((.+)\))?', part).groups()
-        wanted.setdefault(name, []).append(below or listed or '')
-    return {
-        name: select_fields(answer[name], ','.join(filter(None, parts)))
-        for name, parts in wanted.items()
-        if name in answer
-    }
+        fields_below.setdefault(name, []).append(below or listed or '')
+    selected = {}
+    for name, parts in fields_below.items():
+        if name in answer:
+            selected[name] = select_fields(answer[name], ','.join(filter(None, parts)))
+    return selected
 
 
 def list_names(names: Iterable[str], query: Mapping[str, str]) -> list[tuple[str, bool]]:
     """Names that a listing gives, sorted, each with whether it stands for a folder."""
-    prefix, delimiter = query.get('prefix', ''), query.get('delimiter', '')
-    first, stop = query.get('startOffset', ''), query.get('endOffset', '')
-    found = set()
+    prefix = query.get('prefix', '')
+    delimiter = query.get('delimiter', '')
+    first = query.get('startOffset', '')
+    stop = query.get('endOffset', '')
+    entries = set()
     for name in names:
-        if not name.startswith(prefix) or name < first or (stop and name >= stop):
+        is_before_stop = not stop or name < stop
+        if not (name.startswith(prefix) and first <= name and is_before_stop):
             continue
-        head, cut, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, '', '')
-        found.add((prefix + head + cut, True) if cut else (name, False))
-    return sorted(found)
+        entry = name, False
+        below = name.removeprefix(prefix)
+        # All names of a folder are one entry, which ends with the delimiter.
+        if delimiter and delimiter in below:
+            head, _, _ = below.partition(delimiter)
+            entry = prefix + head + delimiter, True
+        entries.add(entry)
+    return sorted(entries)
 
 
 def split_multipart(content_type: str, body: bytes) -> tuple[dict[str, Any], str, bytes]:
     """Metadata, type and content of an upload of two parts; the lines may end in LF alone."""
-    boundary = b'--' + re.search(r'boundary="?([^";]+)"?', content_type)[1].encode()
-    newline = b'\r\n' if body[len(boundary) :].startswith(b'\r\n') else b'\n'
-    _, metadata, rest = body.split(boundary + newline, 2)
-    described = json.loads(metadata.split(2 * newline, 1)[1])
-    head, content = rest.split(2 * newline, 1)
-    content = content[: content.rindex(newline + boundary + b'--')]
-    kind = re.search(r'(?im)^content-type:\s*(\S+)', head.decode())
-    return described, kind[1] if kind else _CONTENT_TYPE, content
+    name = re.search(r'boundary="?([^";]+)"?', content_type)[1]
+    boundary = b'--' + name.encode()
+    newline = b'\r\n' if body.startswith(boundary + b'\r\n') else b'\n'
+    empty_line = 2 * newline
+    _, first, second = body.split(boundary + newline, 2)
+    _, metadata = first.split(empty_line, 1)
+    head, content = second.split(empty_line, 1)
+    # The last one: the content may hold the same bytes.
+    end = content.rindex(newline + boundary + b'--')
+    match = re.search(r'(?im)^content-type:\s*(\S+)', head.decode())
+    type_of_content = match[1] if match else CONTENT_TYPE
+    return json.loads(metadata), type_of_content, content[:end]
 
 
 @dataclasses.dataclass
@@ -261,9 +143,11 @@ class Gcs(FakeServer):
     def upload_folder(self, folder: str | pathlib.Path, url: str) -> None:
         """Stores all files below `folder` under 'gs://bucket/prefix'."""
         bucket, prefix = _split_url(url)
-        for path in sorted(p for p in pathlib.Path(folder).rglob('*') if p.is_file()):
-            name = prefix + path.relative_to(folder).as_posix()
-            self.put(bucket, name, path.read_bytes())
+        # In the order of their names, so that generations tell nothing of the disk.
+        for path in sorted(pathlib.Path(folder).rglob('*')):
+            if path.is_file():
+                name = prefix + path.relative_to(folder).as_posix()
+                self.put(bucket, name, path.read_bytes())
 
     def download_folder(self, url: str, folder: str | pathlib.Path) -> None:
         """Writes all objects under 'gs://bucket/prefix' as files below `folder`."""
@@ -271,8 +155,9 @@ class Gcs(FakeServer):
         for name, item in self._store.bucket(bucket).items():
             if not name.startswith(prefix):
                 continue
-            path = pathlib.Path(folder) / name[len(prefix) :]
-            if name.endswith('/'):  # marks a directory
+            path = pathlib.Path(folder) / name.removeprefix(prefix)
+            # Such an object marks a directory.
+            if name.endswith('/'):
                 path.mkdir(parents=True, exist_ok=True)
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -282,11 +167,15 @@ class Gcs(FakeServer):
 
     def describe(self, call: Call) -> tuple[str, str]:
         action, names = self.route(call)
+        bucket = names[0]
         if action == 'list':
-            return action, f'{names[0]}/{call.query.get("prefix", "")}'
+            prefix = call.query.get('prefix', '')
+            return action, f'{bucket}/{prefix}'
         if action in ('start', 'upload'):
             session = self._sessions.get(call.query.get('upload_id', ''))
-            return action, f'{names[0]}/{session.name if session else _name_to_upload(call)}'
+            name = session.name if session else _name_to_upload(call)
+            return action, f'{bucket}/{name}'
+        # Of a copy, the first two are those of the object that is read.
         return action, '/'.join(names[:2])
 
     def route(self, call: Call) -> tuple[str, list[str]]:
@@ -335,14 +224,17 @@ class Gcs(FakeServer):
         after = base64.urlsafe_b64decode(call.query.get('pageToken', '')).decode()
         names = [entry for entry in list_names(stored, call.query) if entry[0] > after]
         size = min(int(call.query.get('maxResults', _PAGE)), _PAGE)
-        page, more = names[:size], len(names) > size
+        page = names[:size]
+        # Google leaves out a list that is empty.
         answer: dict[str, Any] = {}
-        if prefixes := [name for name, is_folder in page if is_folder]:
-            answer['prefixes'] = prefixes
-        if items := [stored[name] for name, is_folder in page if not is_folder]:
-            answer['items'] = [self._resource(call, item) for item in items]
-        if more:
-            answer['nextPageToken'] = base64.urlsafe_b64encode(page[-1][0].encode()).decode()
+        for name, is_folder in page:
+            if is_folder:
+                answer.setdefault('prefixes', []).append(name)
+            else:
+                answer.setdefault('items', []).append(self._resource(call, stored[name]))
+        if len(names) > size:
+            last_name, _ = page[-1]
+            answer['nextPageToken'] = base64.urlsafe_b64encode(last_name.encode()).decode()
         return json_reply(select_fields(answer, call.query.get('fields', '')))
 
     def _resource(self, call: Call, item: Object) -> dict[str, Any]:
@@ -390,7 +282,7 @@ class Gcs(FakeServer):
         if 'upload_id' in call.query:
             return self._continue(call)
         name = call.query.get('name')
-        content_type = call.headers.get('Content-Type', _CONTENT_TYPE)
+        content_type = call.headers.get('Content-Type', CONTENT_TYPE)
         pieces = call.body.pieces()
         if call.query['uploadType'] == 'multipart':
             described, content_type, content = split_multipart(content_type, call.body.read())
@@ -404,7 +296,7 @@ class Gcs(FakeServer):
         described = json.loads(call.body.read() or b'{}')
         name = described.get('name', call.query.get('name'))
         self._store.check(call.query, bucket, name)
-        content_type = call.headers.get('X-Upload-Content-Type', _CONTENT_TYPE)
+        content_type = call.headers.get('X-Upload-Content-Type', CONTENT_TYPE)
         number = uuid.uuid4().hex
         self._sessions[number] = _Session(bucket, name, call.query, content_type)
         quoted = urllib.parse.quote(name, safe='')
@@ -419,19 +311,24 @@ class Gcs(FakeServer):
             first = call.range[0] if call.range else 0
             if first > len(session.data):
                 raise Refused(503, f'offset {first} exceeds the {len(session.data)} bytes uploaded')
+            # A client that has missed an answer sends bytes once more.
             del session.data[first:]
             try:
                 for piece in call.file_pieces(call.body.pieces()):
                     session.data += piece
             except BrokenOff:
-                del session.data[len(session.data) // _UPLOAD_UNIT * _UPLOAD_UNIT :]
+                num_units = len(session.data) // _UPLOAD_UNIT
+                del session.data[num_units * _UPLOAD_UNIT :]
                 raise
             return self._session_state(call, session)
 
     def _session_state(self, call: Call, session: _Session) -> Reply:
         """The finished object, or how far the upload is; makes the object of the last byte."""
-        total = call.headers.get('Content-Range', f'/{len(session.data)}').rpartition('/')[2]
-        if session.done is None and total != '*' and int(total) == len(session.data):
+        size = len(session.data)
+        # Without the header, the request had all.
+        _, _, total = call.headers.get('Content-Range', f'/{size}').rpartition('/')
+        is_complete = total != '*' and int(total) == size
+        if session.done is None and is_complete:
             session.done = self.put(
                 session.bucket,
                 session.name,
@@ -441,7 +338,9 @@ class Gcs(FakeServer):
             )
         if session.done is not None:
             return json_reply(self._resource(call, session.done))
-        kept = {'Range': f'bytes=0-{len(session.data) - 1}'} if session.data else {}
+        kept = {}
+        if session.data:
+            kept['Range'] = f'bytes=0-{size - 1}'
         return Reply(308, headers=kept)
 
 

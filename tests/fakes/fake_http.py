@@ -14,7 +14,6 @@ import json
 import math
 import os
 import pathlib
-import random
 import re
 import select
 import socket
@@ -24,8 +23,9 @@ import struct
 import threading
 import time
 import urllib.parse
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+from tests.fakes.faults import Fault, Faults, Request
 
 # Of Google's storage hosts and this machine, from 2020 to 2119, with its key; it signs itself. Its
 # curve is elliptic, because TensorFlow shakes hands anew for every request.
@@ -36,126 +36,6 @@ _TLS.load_cert_chain(CERTIFICATE)
 _PIECE = 1 << 18  # bytes read or sent at a time
 _SLOW_SECONDS = 0.1
 _STALL_SECONDS = 10.0  # longer than the patience that tests give their clients
-
-# Requests that carry the bytes of a file, from the server (read) or to it (upload).
-DATA_ACTIONS = ('read', 'upload')
-
-KINDS = {
-    '429': 'refused: too many requests',
-    '503': 'refused: unavailable',
-    '401': 'refused: who are you',
-    '403': 'refused: you may not',
-    'cut': 'the body ends early and the connection is closed; Content-Length promised more',
-    'stall': 'the body stops in the middle; nothing more comes, the connection stays open',
-    'flip': 'one byte of a file is changed: in what is sent (read), in what is kept (upload)',
-    'slow': 'the first byte comes late',
-    'reset': 'the connection is reset',
-    'lost': 'the request is carried out, but the connection is closed without an answer',
-}
-
-
-@dataclasses.dataclass
-class Request:
-    """One request as the log keeps it."""
-
-    method: str
-    action: str
-    path: str  # `bucket/object`, `bucket/prefix` of a listing, or `repo/file`; not encoded
-    range: tuple[int, int | None] | None  # asked for or uploaded; (100, None) is all from byte 100
-    nbytes: int = 0  # of the answer's body
-    received: int = 0  # of the request's body
-    status: int | None = None  # None: no status line was sent
-    fault: str | None = None
-    began: float = dataclasses.field(default_factory=time.monotonic)
-    ended: float | None = None
-
-    def __str__(self) -> str:
-        return f'{self.method} {self.action} {self.path}'
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """What goes wrong with the first `count` requests that fit, or with all of them for None.
-
-    Of the body pass `after_bytes` before 'cut', 'stall' and 'reset', and 'flip' changes that byte;
-    None is half of it (of an upload's first piece), for 'reset' nothing.
-    """
-
-    kind: str
-    count: int | None = 1
-    match: str = ''
-    action: str | None = None
-    after_bytes: int | None = None
-    seconds: float | None = None
-
-    def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f'fault {self.kind!r} is none of {list(KINDS)}')
-
-    def fits(self, request: Request) -> bool:
-        return (
-            self.action in (None, request.action)
-            # Metadata is protected by TLS alone: no client could notice a flipped byte in it.
-            and (self.kind != 'flip' or request.action in DATA_ACTIONS)
-            and re.search(self.match, str(request)) is not None
-        )
-
-
-class Faults:
-    """All faults of a server. For many threads."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self.clear()
-
-    def clear(self) -> None:
-        """From now on nothing goes wrong."""
-        with self._lock:
-            self._faults: list[tuple[Fault, list[int]]] = []
-            self._shares: list[tuple[Callable[[Request, int], Fault | None], Counter]] = []
-
-    def inject(self, *faults: Fault) -> None:
-        """Adds faults. The first that fits a request is the one that hits it."""
-        with self._lock:
-            self._faults += [(fault, [0]) for fault in faults]
-
-    def inject_share(
-        self,
-        kinds: Sequence[str],
-        share: float = 0.05,
-        seed: int = 0,
-        everywhere: bool = False,
-        seconds: float | None = None,
-    ) -> None:
-        """Hits `share` of the data requests, or `everywhere` of all, each kind as often.
-
-        Whether a request is hit depends on `seed`, on what it asks for and how often, not on
-        threads.
-        """
-
-        def draw(request: Request, repetition: int) -> Fault | None:
-            chance = random.Random(f'{seed} {request} {request.range} {repetition}')
-            fitting = [fault for fault in faults if fault.fits(request)]
-            is_hit = everywhere or request.action in DATA_ACTIONS
-            return chance.choice(fitting) if is_hit and chance.random() < share else None
-
-        faults = [Fault(kind, seconds=seconds) for kind in kinds]
-        with self._lock:
-            self._shares.append((draw, Counter()))
-
-    def choose(self, request: Request) -> Fault | None:
-        """The fault that hits this request; counts it."""
-        with self._lock:
-            for fault, hits in self._faults:
-                if (fault.count is None or hits[0] < fault.count) and fault.fits(request):
-                    hits[0] += 1
-                    return fault
-            for draw, seen in self._shares:
-                what = (str(request), request.range)
-                seen[what] += 1
-                if fault := draw(request, seen[what]):
-                    return fault
-        return None
 
 
 class _LoopbackServer(socketserver.ThreadingTCPServer):
@@ -225,9 +105,10 @@ class Body:
             if not line:
                 raise BrokenOff
             self._left = int(line.split(b';')[0], 16)
+            # A chunk of no bytes is the end; trailers and an empty line come behind it.
             if self._left == 0:
                 while self._stream.readline(1000).strip():
-                    pass  # trailers
+                    pass
                 self._ended = True
                 return b''
         piece = self._stream.read(min(size, self._left))
@@ -235,6 +116,7 @@ class Body:
             raise BrokenOff
         self._left -= len(piece)
         if self._left == 0:
+            # The line feed behind a chunk is no part of it.
             if self._chunked:
                 self._stream.readline(10)
             else:
@@ -256,20 +138,26 @@ class Call:
     @property
     def range(self) -> tuple[int, int | None] | None:
         """First and last byte that are asked for (Range) or uploaded (Content-Range)."""
-        asked = re.match(r'bytes=(\d+)-(\d*)$', self.headers.get('Range', ''))
-        if asked:
-            return int(asked[1]), int(asked[2]) if asked[2] else None
+        requested = re.match(r'bytes=(\d+)-(\d*)$', self.headers.get('Range', ''))
+        if requested:
+            last = int(requested[2]) if requested[2] else None
+            return int(requested[1]), last
         uploaded = re.match(r'bytes (\d+)-(\d+)/', self.headers.get('Content-Range', ''))
-        return (int(uploaded[1]), int(uploaded[2])) if uploaded else None
+        if uploaded:
+            return int(uploaded[1]), int(uploaded[2])
+        return None
 
     def file_pieces(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         """The pieces of an uploaded file, one byte of them changed if a fault wants it."""
+        place = None  # of the byte
+        if self.flip is not None:
+            place = self.flip.after_bytes
         passed = 0
         for piece in pieces:
-            place = -1 if self.flip is None else self.flip.after_bytes
-            if place is None:
-                place = len(piece) // 2 if passed == 0 else -1
-            if passed <= place < passed + len(piece):
+            # Only when the first piece is here, its middle is known.
+            if self.flip is not None and place is None:
+                place = len(piece) // 2
+            if place is not None and passed <= place < passed + len(piece):
                 piece = flipped(piece, place - passed)
             passed += len(piece)
             yield piece
@@ -313,6 +201,7 @@ class Refused(Exception):
 
 
 def json_reply(content: object, status: int = 200, **headers: str) -> Reply:
+    """Returns an answer whose body is JSON."""
     headers = {'Content-Type': 'application/json; charset=UTF-8', **headers}
     return Reply(status, json.dumps(content).encode(), headers)
 
@@ -343,12 +232,15 @@ class FakeServer:
     def route(self, call: Call) -> tuple[str, list[str]]:
         """Action of a request, and the names in its path."""
         for pattern, actions in self.routes:
-            if (match := re.fullmatch(pattern, call.path)) and call.method in actions:
+            match = re.fullmatch(pattern, call.path)
+            if match and call.method in actions:
+                # Decoded after the match: a slash in a name is no border between two.
                 names = [urllib.parse.unquote(name or '') for name in match.groups()]
                 return actions[call.method], names
         raise NotImplementedError(f'{call.method} {call.path}')
 
     def answer(self, call: Call) -> Reply:
+        """Does what a request wants, and returns the answer."""
         action, names = self.route(call)
         try:
             return getattr(self, f'_on_{action}')(call, *names)
@@ -356,6 +248,7 @@ class FakeServer:
             return self.error_reply(refusal, call)
 
     def error_reply(self, refusal: Refused, call: Call) -> Reply:
+        """Returns the answer of this service to a request that it refuses."""
         raise NotImplementedError
 
     def refuse(self, status: int, call: Call) -> Reply:
@@ -456,7 +349,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(_SLOW_SECONDS if fault.seconds is None else fault.seconds)
         if kind == 'flip':
             call.flip = fault
-        if kind in ('cut', 'stall', 'reset') and request.action == 'upload' and call.body.announced:
+        # An upload breaks off while it arrives; other requests when they are answered.
+        is_upload = request.action == 'upload' and call.body.announced > 0
+        if is_upload and kind in ('cut', 'stall', 'reset'):
             call.body.limit = fault.after_bytes
             if fault.after_bytes is None:
                 call.body.limit = 0 if kind == 'reset' else call.body.announced // 2
@@ -464,6 +359,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise BrokenOff
         try:
             reply = fake.answer(call)
+            # What is left of it would be taken for the next request of this connection.
             call.body.read()
         except BrokenOff:
             raise
@@ -486,8 +382,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 stop = place
             elif request.action == 'read' and reply.status < 300 and place < len(body):
                 body = memoryview(flipped(body, place))
+        # Nothing of the body may pass: keep the head back too.
         if kind in ('cut', 'stall') and stop == 0:
-            raise BrokenOff  # nothing of the body may pass: keep the head back too
+            raise BrokenOff
         request.status = reply.status
         self.send_response(reply.status)
         for name, value in {'Content-Length': str(len(body)), **reply.headers}.items():

@@ -53,10 +53,12 @@ class _File:
 
     @property
     def is_lfs(self) -> bool:
+        """Whether the hub stores it outside of git."""
         return len(self.data) > _LFS_BYTES or self.path.endswith(_LFS_NAMES)
 
     @functools.cached_property
     def sha256(self) -> str:
+        """The hub's name of a content outside of git, in hex digits."""
         return hashlib.sha256(self.data).hexdigest()
 
     @functools.cached_property
@@ -90,15 +92,21 @@ class Quota:
         """Counts a request; returns whether it is within the quota, and headers for its answer."""
         with self._lock:
             now = time.monotonic()
-            if now >= self._begin + self.window:
-                self._begin += (now - self._begin) // self.window * self.window
+            num_windows = (now - self._begin) // self.window
+            # Windows follow each other, also those in which nothing is sent.
+            if num_windows >= 1:
+                self._begin += num_windows * self.window
                 self._num_sent = 0
             self._num_sent += 1
             num_left = max(0, self.limit - self._num_sent)
             seconds = math.ceil(self._begin + self.window - now)
-            policy = f'"fixed window";"{self.kind}";q={self.limit};w={self.window:g}'
-            headers = {'RateLimit': f'"{self.kind}";r={num_left};t={seconds}'}
-            return self._num_sent <= self.limit, {**headers, 'RateLimit-Policy': policy}
+            headers = {
+                'RateLimit': f'"{self.kind}";r={num_left};t={seconds}',
+                'RateLimit-Policy': (
+                    f'"fixed window";"{self.kind}";q={self.limit};w={self.window:g}'
+                ),
+            }
+            return self._num_sent <= self.limit, headers
 
 
 class Hub(FakeServer):
@@ -110,7 +118,9 @@ class Hub(FakeServer):
         address_uses: How many requests it serves; None for any number.
     """
 
-    routes, repo, token = _ROUTES, 'owner/name', 'hf_token_for_tests'
+    routes = _ROUTES
+    repo = 'owner/name'
+    token = 'hf_token_for_tests'
 
     def __init__(self, repo_files: Mapping[str, bytes | pathlib.Path]):
         super().__init__()
@@ -143,13 +153,16 @@ class Hub(FakeServer):
         repo: str = repo,
     ) -> str:
         """Makes `files` all that the branch of a repository holds; returns the commit's hash."""
-        made = {
-            path: _File(path, data if isinstance(data, bytes) else data.read_bytes())
-            for path, data in sorted(files.items())
-        }
-        names = [f'{len(self._commits)}', *(f'{file.path} {file.sha1}' for file in made.values())]
-        commit = hashlib.sha1('\n'.join(names).encode()).hexdigest()
-        self._commits[commit] = made
+        committed = {}
+        # The number of the commit: equal files are another commit, as on the hub.
+        lines = [str(len(self._commits))]
+        for path, data in sorted(files.items()):
+            content = data if isinstance(data, bytes) else data.read_bytes()
+            file = _File(path, content)
+            committed[path] = file
+            lines.append(f'{path} {file.sha1}')
+        commit = hashlib.sha1('\n'.join(lines).encode()).hexdigest()
+        self._commits[commit] = committed
         self._repos[commit] = repo
         self._branches[repo, branch] = commit
         return commit
@@ -199,7 +212,10 @@ class Hub(FakeServer):
             # The host of the files knows the commit instead.
             repo = self._repos.get(parts[0], parts[0])
             path = f'{repo}/{parts[-1]}'
-            return 'read' if action == 'small' else action, path
+            # Both carry the bytes of a file.
+            if action == 'small':
+                action = 'read'
+            return action, path
         return action, parts[0]
 
     def error_reply(self, refusal: Refused, call: Call) -> Reply:
@@ -209,10 +225,11 @@ class Hub(FakeServer):
         return self.error_reply(self._refusal(status, call), call)
 
     def _refusal(self, status: int, call: Call) -> _Refused:
+        unknown = 'GatedRepo', f'Access to dataset {self.repo} is restricted.'
+        if 'Authorization' in call.headers:
+            unknown = '', 'Invalid credentials in Authorization header'
         code, message = {
-            401: ('', 'Invalid credentials in Authorization header')
-            if 'Authorization' in call.headers
-            else ('GatedRepo', f'Access to dataset {self.repo} is restricted.'),
+            401: unknown,
             403: ('GatedRepo', f'You are not in the authorized list of dataset {self.repo}.'),
             429: ('', 'We had to rate limit you.'),
             503: ('', 'Service Unavailable'),
@@ -255,11 +272,12 @@ class Hub(FakeServer):
         return json_reply({'id': repo, 'sha': commit, 'siblings': siblings})
 
     def _on_tree(self, call: Call, repo: str, revision: str) -> Reply:
-        files = self._files(repo, revision)[1].values()
-        kind = {'type': 'file'}
-        return json_reply(
-            [{**kind, 'path': x.path, 'size': len(x.data), 'oid': x.sha1} for x in files]
-        )
+        _, files = self._files(repo, revision)
+        entries = []
+        for path, file in files.items():
+            size = len(file.data)
+            entries.append({'type': 'file', 'path': path, 'size': size, 'oid': file.sha1})
+        return json_reply(entries)
 
     def _on_harnesses(self, call: Call, _: str) -> Reply:
         return json_reply({'standardEnvVars': [], 'harnesses': {}})
@@ -277,9 +295,13 @@ class Hub(FakeServer):
         return json_reply({'files': [{'path': file['path'], **plan} for file in files]})
 
     def _on_commit(self, call: Call, repo: str) -> Reply:
-        lines = [json.loads(line)['value'] for line in call.body.read().splitlines()]
-        added = {x['path']: base64.b64decode(x['content']) for x in lines if 'path' in x}
-        commit = self.commit(added)
+        files = {}
+        for line in call.body.read().splitlines():
+            value = json.loads(line)['value']
+            # The first line is the message of the commit.
+            if 'path' in value:
+                files[value['path']] = base64.b64decode(value['content'])
+        commit = self.commit(files)
         url = f'{self.url}/{repo}/commit/{commit}'
         return json_reply({'success': True, 'commitOid': commit, 'commitUrl': url})
 
@@ -325,15 +347,22 @@ class Hub(FakeServer):
         pushed_files = self._pushes.pop(next(self._num_reads), None)
         if pushed_files is not None:
             self.commit(pushed_files)
-        encoding = self.content_encoding
-        return select_range(call, file.data, {'Content-Encoding': encoding} if encoding else {})
+        headers = {}
+        if self.content_encoding:
+            headers['Content-Encoding'] = self.content_encoding
+        return select_range(call, file.data, headers)
 
     def _admit(self, call: Call) -> None:
-        sent = call.headers.get('Authorization')
-        if self.gated and sent != f'Bearer {self.token}':
-            raise self._refusal(403 if sent else 401, call)
+        """Refuses a user who may not read a gated data set."""
+        authorization = call.headers.get('Authorization')
+        if self.gated and authorization != f'Bearer {self.token}':
+            status = 403 if authorization else 401
+            raise self._refusal(status, call)
 
 
 def _error(status: int, code: str, message: str) -> Reply:
-    headers = {'X-Error-Message': message, **({'X-Error-Code': code} if code else {})}
+    """Returns the answer of the hub to a request that it refuses; '' for no code."""
+    headers = {'X-Error-Message': message}
+    if code:
+        headers['X-Error-Code'] = code
     return json_reply({'error': message}, status, **headers)

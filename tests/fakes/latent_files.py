@@ -35,8 +35,12 @@ def write_mds(
     """The shards of MosaicML Streaming 0.13, each of some samples, and their index."""
     folder.mkdir(parents=True, exist_ok=True)
     names = sorted(columns)
-    sizes = [np.dtype(columns[x]).itemsize if 'int' in columns[x] else None for x in names]
-    described = {
+    sizes = []
+    for name in names:
+        # Texts and bytes have lengths of their own in each sample.
+        is_number = 'int' in columns[name]
+        sizes.append(np.dtype(columns[name]).itemsize if is_number else None)
+    header = {
         'column_encodings': [columns[x] for x in names],
         'column_names': names,
         'column_sizes': sizes,
@@ -46,27 +50,41 @@ def write_mds(
         'size_limit': 1 << 26,
         'version': 2,
     }
-    text, listed = json.dumps(described, sort_keys=True).encode(), []
+    text = json.dumps(header, sort_keys=True).encode()
+    entries = []
     for number, samples in enumerate(shards):
         encoded = []
         for sample in samples:
-            values = [sample[x] for x in names]
-            values = [x.encode() if isinstance(x, str) else np.asarray(x).tobytes() for x in values]
-            heads = [len(x) for x, size in zip(values, sizes, strict=True) if size is None]
-            encoded.append(np.array(heads, '<u4').tobytes() + b''.join(values))
-        offsets = np.cumsum([0, *map(len, encoded)]) + 4 * (len(encoded) + 2) + len(text)
+            values = [sample[name] for name in names]
+            encoded.append(_encode_mds_sample(values, sizes))
+        # The number of samples, an offset of each and one of the end, and the header.
+        begin = 4 * (len(encoded) + 2) + len(text)
+        offsets = begin + np.cumsum([0, *map(len, encoded)])
         head = np.array([len(encoded), *offsets], '<u4').tobytes() + text
         name = f'shard.{number:05}.mds'
         (folder / name).write_bytes(head + b''.join(encoded))
         raw = {'basename': name, 'bytes': int(offsets[-1]), 'hashes': {}}
-        listed.append(described | {'raw_data': raw, 'samples': len(samples), 'zip_data': None})
-    index = {'shards': listed, 'version': 2}
+        entries.append(header | {'raw_data': raw, 'samples': len(samples), 'zip_data': None})
+    index = {'shards': entries, 'version': 2}
     (folder / 'index.json').write_text(json.dumps(index, sort_keys=True))
+
+
+def _encode_mds_sample(values: Sequence[Any], sizes: Sequence[int | None]) -> bytes:
+    """Returns the lengths of the values without a size of their column, uint32, then all values."""
+    lengths = []
+    contents = []
+    for value, size in zip(values, sizes, strict=True):
+        content = value.encode() if isinstance(value, str) else np.asarray(value).tobytes()
+        contents.append(content)
+        if size is None:
+            lengths.append(len(content))
+    return np.array(lengths, '<u4').tobytes() + b''.join(contents)
 
 
 def nested_lists(values: np.ndarray, *, fixed: bool = False) -> pa.Array:
     """Lists of lists of numbers, as `datasets` has them in Parquet; `fixed` ones have sizes."""
     lists = pa.array(values.ravel())
+    # From the innermost axis to the second one; each list of the first is a row.
     for size in values.shape[:0:-1]:
         if fixed:
             lists = pa.FixedSizeListArray.from_arrays(lists, size)
@@ -83,7 +101,9 @@ def write_tar(path: pathlib.Path, samples: Mapping[str, Mapping[str, Any]]) -> N
             for suffix in sorted(parts):
                 data = _encode(parts[suffix])
                 info = tarfile.TarInfo(f'{sample}.{suffix}')
-                info.size, info.mtime = len(data), 1_700_000_000.5
+                info.size = len(data)
+                # A fraction of a second takes a header of pax.
+                info.mtime = 1_700_000_000.5
                 tar.addfile(info, io.BytesIO(data))
 
 
@@ -91,11 +111,15 @@ def write_moments(
     folder: pathlib.Path, moments: np.ndarray, labels: Sequence[int] | None, per_folder: int = 1000
 ) -> None:
     """As `dataset_tool.py encode` of EDM2: means and deviations, float32 `(n, 2C, H, W)`."""
-    names = [f'{n // per_folder:05}/img-mean-std-{n:08}.npy' for n in range(len(moments))]
-    for name, values in zip(names, moments, strict=True):
+    names = []
+    for number, values in enumerate(moments):
+        name = f'{number // per_folder:05}/img-mean-std-{number:08}.npy'
+        names.append(name)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         np.save(folder / name, values)
-    entries = None if labels is None else list(zip(names, map(int, labels), strict=True))
+    entries = None
+    if labels is not None:
+        entries = list(zip(names, map(int, labels), strict=True))
     (folder / 'dataset.json').write_text(json.dumps({'labels': entries}))
 
 
@@ -106,4 +130,6 @@ def _encode(value: Any) -> bytes:
         return stream.getvalue()
     if isinstance(value, bytes):
         return value
-    return value.encode() if isinstance(value, str) else json.dumps(value).encode()
+    if isinstance(value, str):
+        return value.encode()
+    return json.dumps(value).encode()
