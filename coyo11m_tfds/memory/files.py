@@ -312,7 +312,7 @@ def _map_at(data: np.ndarray, start: int, file: BinaryIO, size: int, flags: int)
 def replace_bytes(data: np.ndarray, start: int, new: bytes) -> None:
     """Replaces bytes of a private mapping, for this process alone.
 
-    Their pages then take memory.
+    Their pages then take memory. Only one thread at a time may replace bytes of an array.
     """
     if not new:
         return

@@ -33,6 +33,7 @@ class CachedFiles(MappedFiles):
         super().__init__()
         self._fetched = fetched
         self._cache = cache
+        self._replacing = threading.Lock()
 
     def add_shards(self, path_of: Callable[[int], str], size: Sequence[int] | np.ndarray) -> int:
         """Adds the shards of the split; they are numbered from the result on."""
@@ -54,7 +55,11 @@ class CachedFiles(MappedFiles):
         for file_range in ranges:
             number, begin, _ = file_range
             new = self._fetched.fetch_anew(file_range)
-            replace_bytes(self._bytes, int(self._starts[number]) + begin, new)
+            start = int(self._starts[number]) + begin
+            # Ranges share pages: another thread that made one read-only meanwhile would end the
+            # process.
+            with self._replacing:
+                replace_bytes(self._bytes, start, new)
 
     def _map(self, number: int) -> None:
         described = self._cache.describe(self, number)
@@ -132,6 +137,9 @@ class CacheWatch:
     def _find_needed(self, shard: int) -> dict[int, np.ndarray]:
         """Returns what is read for a shard: ranges, int64 `(n, 2)`, by numbers of files."""
         record = self._records_of(shard)
+        # A condition may keep no record of a shard, and then nothing of it is read.
+        if not len(record):
+            return {}
         shards = np.full_like(record, shard)
         # The same chunks as those that are fetched: only these does the cache hold in the end.
         chunks, _ = self.reader.find_chunks(shards, record, self._chunk, self._piece)

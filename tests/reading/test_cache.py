@@ -156,6 +156,19 @@ def test_a_condition_and_columns_are_kept_too(local, gcs, cache, tmp_path):
     assert_same(got, read_kept(path, 0) + read_kept(path, 18))
 
 
+def test_a_shard_of_which_a_condition_keeps_nothing(local, gcs, cache, tmp_path):
+    path = pathlib.Path(shutil.copytree(local, tmp_path / '1.0.0'))
+    scores = {x: np.ones(sum(n), np.float32) for x, n in LENGTHS.items()}
+    scores[schema.TRAIN][160 : 160 + 96] = 0
+    small_dataset.add_column(path, 'score', scores)
+    gcs.upload_folder(path, DATA)
+    got, expected = [
+        read(({'dir': data, 'where': 'score > 0'},), 0, 2 * STEPS, **options)
+        for data, options in ((DATA, cache), (path, {}))
+    ]
+    assert_same(got, expected)
+
+
 def test_latents_in_place_are_kept_and_local_shards_are_not(gcs, cache, tmp_path):
     path, source = tmp_path / '1.0.0', tmp_path / 'source'
     small_dataset.write(path, LENGTHS, source=source)
@@ -308,6 +321,34 @@ def test_damage_while_it_is_mapped_is_fetched_into_the_memory(bucket, local, cac
     got += itertools.islice(batches, 4 * STEPS - 1)
     batches.close()
     assert_same(got, read(local, 0, 4 * STEPS, features=('key', 'latents')))
+
+
+def test_threads_replace_bytes_of_one_page(tmp_path):
+    """A page is read-only again when one thread has written to it, perhaps too early for others."""
+    path = tmp_path / 'mapped'
+    path.write_bytes(bytes(4096))
+    program = """
+    import os
+    from concurrent.futures import ThreadPoolExecutor
+    import numpy as np
+    from coyo11m_tfds.memory.fetched_files import FetchedFiles, SplitCache
+    from coyo11m_tfds.reading.cached_files import CachedFiles
+    from coyo11m_tfds.storage import range_cache
+
+    path, folder = sys.argv[1:]
+    cache = SplitCache(range_cache.open_cache(folder, 1e6), lambda number: '')
+    with ThreadPoolExecutor(1) as pool:
+        files = CachedFiles(FetchedFiles(1, pool=pool, cache=cache), cache)
+        files.add_shards(lambda number: path, [4096])
+        files.open_all(np.array([0]))
+        files._fetched.fetch_anew = lambda file_range: b'new' * 16
+        with ThreadPoolExecutor(4) as threads:
+            ranges = [[(0, 100 * number, 100 * number + 48)] for number in range(4)] * 5000
+            list(threads.map(files.take_again, ranges))
+        places = files.locate(np.zeros(4, int), 100 * np.arange(4), 48)
+        print({view.tobytes() for view in files.views(*places)} == {b'new' * 16})
+    """
+    assert children.output(program, path, tmp_path / 'cache').split() == ['True']
 
 
 def test_damage_at_its_source_is_damage(bucket, local, cache):
