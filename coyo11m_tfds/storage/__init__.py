@@ -108,9 +108,11 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
 
 def check_writable_file(path: str | os.PathLike[str]) -> None:
     """Checks that `write_file` can write at a path; raises a ValueError or an OSError."""
-    folder, name = os.path.split(make_absolute(path))
+    # The name first: an absolute path has lost the slash at its end, by which it names a folder.
+    name = os.path.basename(os.fspath(path))
     if not name or os.path.isdir(path):
         raise ValueError(f'{path}: is a folder; expected the path of a file.')
+    folder = os.path.dirname(make_absolute(path))
     open_writable_folder(folder).check_writable()
 
 

@@ -214,7 +214,8 @@ def _seconds_left(address: str, date: str) -> float:
     query = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
     # Seconds since 1970. A hub may also sign in another way, or not at all.
     expires = query.get('Expires', [''])[0]
-    if not expires.isdigit():
+    # Not `isdigit`, which takes ², of which `float` makes no number.
+    if not expires.isdecimal():
         return _HOUR
     # By the clock of the hub, as that of this machine may be wrong.
     now = time.time()

@@ -170,11 +170,17 @@ def check_network(path: Path) -> None:
 
 
 def _exceeds(count: Any, most: int) -> bool:
-    """Returns whether a number, or one of a list, is above `most`."""
-    if isinstance(count, list):
-        return any(_exceeds(number, most) for number in count)
-    # NaN is not at most anything.
-    return isinstance(count, int | float) and not count <= most
+    """Returns whether a number, or one of a list of numbers or lists, is above `most`."""
+    # Without recursion: a foreign list may be nested more deeply than Python follows it.
+    values = [count]
+    while values:
+        value = values.pop()
+        if isinstance(value, list):
+            values += value
+        # NaN is not at most anything.
+        elif isinstance(value, int | float) and not value <= most:
+            return True
+    return False
 
 
 def check_floats(model: str) -> None:

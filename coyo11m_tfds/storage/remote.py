@@ -102,12 +102,17 @@ class RemoteFolder(ReadableFolder):
 
             def append() -> None:
                 nonlocal size
+                num_before = size
                 with cls._get(file, size, file.size) as response:
                     for block in response.stream(_BLOCK, decode_content=False):
                         _write_all(stream, block)
                         digest.update(block)
                         size += len(block)
                         on_bytes(len(block))
+                # A proxy may send nothing as if it were all. Requested again at once, without the
+                # delays of a retry, it might do so for ever.
+                if size == num_before:
+                    raise retry.Corrupted(f'received 0 bytes, expected {file.size - size}')
 
             # After a broken connection only the rest is requested, with all attempts again as long
             # as something comes.

@@ -176,7 +176,8 @@ def _server_seconds(error: Exception) -> float:
     """Returns the pause that the server requests, in seconds; 0 if it requests none."""
     headers = getattr(getattr(error, 'response', None), 'headers', None) or {}
     retry_after = str(headers.get('retry-after', ''))
-    if retry_after.isdigit():
+    # Not `isdigit`, which takes ², of which `float` makes no number.
+    if retry_after.isdecimal():
         return float(retry_after)
     # The hub's windows are five minutes: RateLimit: "resolvers";r=0;t=212
     window = re.search(r';\s*r=0\b.*;\s*t=(\d+)', str(headers.get('ratelimit', '')))

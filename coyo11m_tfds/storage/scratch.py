@@ -142,9 +142,11 @@ def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: OnBytes) -> None:
             raise concurrent.futures.CancelledError
 
     with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as threads:
+        downloads = [threads.submit(file.fetch, path, count) for file, path in paths.items()]
         try:
-            # `list` waits for all of them, and raises the first error.
-            list(threads.map(lambda file: file.fetch(paths[file], count), paths))
+            # In the order in which they end: an error must not wait for the files before it.
+            for download in concurrent.futures.as_completed(downloads):
+                download.result()
         # Also a Ctrl-C: the end of this block waits for all threads.
         except BaseException:
             stop.set()

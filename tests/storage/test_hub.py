@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from coyo11m_tfds import storage
 from coyo11m_tfds.storage import retry
 from coyo11m_tfds.storage.stored_file import StoredFile
 from tests.fakes.cloud import Fault, Hub
-from tests.fakes.fake_http import select_range
+from tests.fakes.fake_http import Call, Reply, select_range
 
 ROOT = 'hf://datasets/owner/name'
 DATA = random.Random(0).randbytes(200_000)
@@ -93,6 +94,17 @@ def test_a_file_that_is_gone_is_named(hub):
 def test_a_mirror_that_serves_files_itself_is_read(hub, monkeypatch):
     """Some mirrors, and proxies with a cache, redirect nobody."""
     monkeypatch.setattr(hub, '_on_resolve', lambda call, *names: select_range(call, DATA))
+    read_ranges(describe(), 5)
+
+
+def test_a_signature_with_an_end_that_is_no_number_is_used(hub, monkeypatch):
+    resolve = hub._on_resolve
+
+    def sign(call: Call, *names: str) -> Reply:
+        location = resolve(call, *names).headers['Location']
+        return Reply(302, headers={'Location': re.sub(r'Expires=\d+', 'Expires=%C2%B2', location)})
+
+    monkeypatch.setattr(hub, '_on_resolve', sign)
     read_ranges(describe(), 5)
 
 

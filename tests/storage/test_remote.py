@@ -16,7 +16,7 @@ from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import children
 from tests.fakes.cloud import Fault, through_proxy
-from tests.fakes.fake_http import FakeServer
+from tests.fakes.fake_http import Call, FakeServer, Reply
 
 SIZE = 3_000_003
 DATA = random.Random(0).randbytes(SIZE)
@@ -126,6 +126,24 @@ def test_progress_makes_up_for_many_breaks(bucket, target, monkeypatch):
     fetch(bucket.file, target)
     assert_fetched(target)
     assert len(bucket.reads()) == 11
+
+
+def test_parts_that_a_proxy_passes_on_as_wholes(cloud, target, monkeypatch):
+    read = cloud.server._on_read
+    most = 1_000_000
+
+    def send_part(call: Call, *names: str) -> Reply:
+        reply = read(call, *names)
+        return dataclasses.replace(reply, body=reply.body[:most])
+
+    monkeypatch.setattr(cloud.server, '_on_read', send_part)
+    fetch(cloud.file, target)
+    assert_fetched(target)
+    cloud.server.clear()
+    most = 0
+    with pytest.raises(OSError, match=r'given up after 8 attempts; .* received 0 bytes, expected'):
+        fetch(cloud.file, target)
+    assert len(cloud.reads()) == 8
 
 
 @pytest.mark.parametrize('kind', ['503', 'reset', 'cut'])

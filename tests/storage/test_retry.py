@@ -204,6 +204,7 @@ def test_delays_are_jittered_and_doubled_up_to_32_times(first):
         ({'Retry_After': '7'}, 7, 7),
         ({'Retry_After': 'Wed, 21 Oct 2015 07:28:00 GMT'}, 0, 1),
         ({'Retry_After': '86400'}, 300, 300),
+        ({'Retry_After': '²'}, 0, 1),
         ({'RateLimit': '"resolvers";r=0;t=212'}, 213, 213),
         ({'RateLimit': '"resolvers";r=2999;t=212'}, 0, 1),
     ],

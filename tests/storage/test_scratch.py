@@ -3,11 +3,13 @@
 import os
 import pathlib
 import random
+import time
 
 import pytest
 
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage import scratch
+from coyo11m_tfds.storage.file_state import FileState, OnBytes, ignore_bytes
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 from tests.fakes.cloud import Gcs
@@ -40,6 +42,25 @@ def test_several_files_are_there_together(bucket, folder, tmp_path):
         assert paths[1] == str(local)
     assert contents == [content('a/x.pt'), b'content', content('b/x.pt'), content('y.pt')]
     assert sum(told) == 3 * SIZE
+    assert os.listdir(folder) == []
+
+
+class Endless(StoredFile):
+    """A file whose download ends only when it is ended."""
+
+    def fetch(self, target: str, on_bytes: OnBytes = ignore_bytes) -> FileState:
+        for _ in range(2000):
+            time.sleep(0.01)
+            on_bytes(1)
+        raise AssertionError('nobody has ended it')
+
+
+def test_the_first_error_ends_the_downloads_before_it(bucket, folder):
+    endless = Endless('gs://bucket/x.pt', SIZE, '', None)
+    absent = StoredFile('gs://bucket/y.pt', SIZE, '', None)
+    held = Scratch(folder).hold_all([endless, absent])
+    with pytest.raises(FileNotFoundError, match=r'y\.pt is gone'), held:
+        pass
     assert os.listdir(folder) == []
 
 

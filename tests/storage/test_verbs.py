@@ -122,6 +122,14 @@ def test_a_url_that_was_made_a_path_is_told_from_a_local_folder(url):
     storage.open_folder(f'./{url}')
 
 
+@pytest.mark.parametrize('path', ['', 'new/', 'new/sub/', 'gs://bucket/new/'])
+def test_the_path_of_a_file_that_names_a_folder(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f'^{path}: is a folder; expected the path of a file'):
+        storage.check_writable_file(path)
+    storage.check_writable_file('new/file')
+
+
 @pytest.mark.parametrize('url', ['gs://', 's3://bucket/x', 'hf://datasets/a/b', 'gs:///x'])
 def test_other_places(url):
     with pytest.raises(ValueError, match=f'{url}: expected a local path(,| or) gs://bucket'):

@@ -420,6 +420,11 @@ HOSTILE = {
         {'x': {'n_experts': 1e9}},
         r'config\.json: n_experts is 1000000000\.0, expec',
     ),
+    'layers in lists of lists': (
+        'config.json',
+        {'num_hidden_layers': json.loads('[' * 600 + ']' * 600)},
+        r"cannot load the text encoder '.*bert': ",
+    ),
     'weights of fewer bits': (
         'config.json',
         {'quantization_config': {}},
