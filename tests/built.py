@@ -43,26 +43,34 @@ def files_of(folder: pathlib.Path) -> dict[str, bytes]:
 def files_of_any_source(folder: pathlib.Path) -> dict[str, bytes]:
     """The same without those that name the place of the source."""
     stem = schema.CHECKSUMS_FILE.partition('.')[0]
-    files = files_of(folder).items()
-    return {x: data for x, data in files if not x.startswith((schema.METADATA_FILE, stem))}
+    files = {}
+    for name, data in files_of(folder).items():
+        if not name.startswith((schema.METADATA_FILE, stem)):
+            files[name] = data
+    return files
 
 
 def split_records(data: bytes) -> Iterator[bytes]:
     """The records in the content of a TFRecord file."""
     at = 0
     while at < len(data):
+        # Its length and the checksum of it, the record, and the checksum of that.
         size = int.from_bytes(data[at : at + 8], 'little')
-        yield data[at + 12 : at + 12 + size]
-        at += size + 16
+        begin = at + 12
+        yield data[begin : begin + size]
+        at = begin + size + 4
 
 
 def with_known_id(folder: pathlib.Path) -> pathlib.Path:
     """Names the files of a data set as if its build had `ID`, whatever its plan's digest is."""
-    build = json.loads((folder / schema.METADATA_FILE).read_text())[schema.META_BUILD]
+    metadata = json.loads((folder / schema.METADATA_FILE).read_text())
+    build = metadata[schema.META_BUILD]
     for path in sorted(folder.iterdir()):
         if path.suffix in ('.json', '.html'):
-            path.write_bytes(path.read_bytes().replace(build.encode(), ID.encode()))
+            content = path.read_bytes().replace(build.encode(), ID.encode())
+            path.write_bytes(content)
         path.rename(folder / path.name.replace(f'-{build}.', f'-{ID}.'))
+    # The record is of the files as they were before.
     checksums = schema.of_build(schema.CHECKSUMS_FILE, ID)
     (folder / checksums).unlink()
     files = {path.name: file_state.compute_state(path) for path in folder.iterdir()}

@@ -23,8 +23,11 @@ def interpreter(forked: bool = False) -> list[str]:
     A fork starts in a tenth of the time. What depends on when they are imported, or on what they
     read then, such as variables, needs a process of its own.
     """
+    if not forked:
+        return [sys.executable]
     client = CHECKOUT / 'tests' / 'fork_client.py'
-    return [sys.executable, '-IS', str(client), os.environ['FORKS']] if forked else [sys.executable]
+    # It needs neither packages nor this folder, and starts in no time without them.
+    return [sys.executable, '-IS', str(client), os.environ['FORKS']]
 
 
 @contextlib.contextmanager
@@ -44,9 +47,12 @@ def python(code: str, *arguments: object, forked: bool = False) -> Iterator[subp
 
 def output(code: str, *arguments: object, devices: int = 1, forked: bool = False) -> str:
     """What `code` prints, which must end well; JAX has so many devices there."""
-    flag = f' --xla_force_host_platform_device_count={devices}'
-    start = f"import os\nos.environ['XLA_FLAGS'] += {flag!r}\n" if devices > 1 else ''
-    with python(start + textwrap.dedent(code), *arguments, forked=forked) as child:
+    code = textwrap.dedent(code)
+    if devices > 1:
+        flag = f' --xla_force_host_platform_device_count={devices}'
+        # There, because a fork has the variables of its server; JAX reads them when it begins.
+        code = f"import os\nos.environ['XLA_FLAGS'] += {flag!r}\n{code}"
+    with python(code, *arguments, forked=forked) as child:
         out, errors = child.communicate()
     assert child.returncode == 0, errors
     return out
@@ -73,8 +79,10 @@ _FORKS.set_forkserver_preload(['tests.convert.build_program', 'tests.encode_prog
 
 def fork(function: Callable[..., object], *arguments: object) -> BaseProcess:
     """Calls `function` in a process that is forked from one that has imported what it needs."""
-    main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
-    try:  # which the process would import, and a test's is pytest
+    main = sys.modules['__main__']
+    # The process would import it, and that of a test is pytest.
+    sys.modules['__main__'] = types.ModuleType('__main__')
+    try:
         process = _FORKS.Process(target=function, args=arguments)
         process.start()
     finally:
@@ -90,7 +98,8 @@ def killed_at(moment: int, run: Callable[[], object]) -> bool:
     """Calls `run` in a fork, which is killed before its step of that number; whether it was."""
     child = os.fork()
     if not child:
-        os.fsync = int  # it takes long, and a kill loses nothing that was written
+        # It takes long, and a kill loses nothing that was written.
+        os.fsync = int
         countdown = itertools.count(moment, -1)
 
         def dying(function: Callable) -> Callable:
@@ -141,7 +150,9 @@ def kill(pid: int) -> bool:
 def enter(env: dict[str, str], out: str, err: str) -> None:
     """Has this process, a fork, write to files and have more in its environment."""
     for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        # To its end: both may be one file.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
     os.environ.update(env)
 
 
@@ -149,12 +160,18 @@ def of(pid: int) -> list[int]:
     """IDs of the processes that the threads of a process have started and that run."""
     pids = []
     for path in pathlib.Path(f'/proc/{pid}/task').glob('*/children'):
+        # A thread may have ended since it was listed.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            pids += [int(x) for x in path.read_text().split()]
+            pids += map(int, path.read_text().split())
     return sorted(pids)
 
 
 def is_running(pid: int) -> bool:
+    """Whether there is a process of this ID that has not ended, whoever has to wait for it."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return pathlib.Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z'
+        text = pathlib.Path(f'/proc/{pid}/stat').read_text()
+        # Behind the name of the program, which may hold spaces and parentheses.
+        _, _, fields = text.rpartition(')')
+        state, *_ = fields.split()
+        return state != 'Z'
     return False

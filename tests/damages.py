@@ -37,19 +37,26 @@ def damages(data: bytes, choose: random.Random, others: bytes) -> dict[str, byte
     def flip(at: int) -> bytes:
         return put(at, bytes([data[at] ^ 1 << choose.randrange(8)]))
 
-    size, at = len(data), choose.randrange(len(data))
+    size = len(data)
+    at = choose.randrange(size)
     end = choose.randrange(min(4096, size))  # where directories and headers are
     block = choose.choice([512, 4096, 65536])
     begin = at // block * block
     moved = 1 + choose.randrange(4096)
     first, second = sorted(choose.randrange(max(1, size - moved)) for _ in range(2))
     swapped = put(first, data[second : second + moved])
+    # A seed stands for the same damages as long as these are drawn in this order.
+    one_bit = flip(at)
+    bit_of_the_ends = flip(choose.choice([end, size - 1 - end]))
+    noise_size = min(choose.randrange(1, 5000), size - at)
+    noise = choose.randbytes(noise_size)
+    zeros_size = min(block * choose.randrange(1, 5), size - begin)
     return {
-        'a bit': flip(at),
-        'a bit of the ends': flip(choose.choice([end, size - 1 - end])),
-        'noise': put(at, choose.randbytes(min(choose.randrange(1, 5000), size - at))),
+        'a bit': one_bit,
+        'a bit of the ends': bit_of_the_ends,
+        'noise': put(at, noise),
         # As in a file that is still being downloaded into space taken beforehand.
-        'zeros': put(begin, bytes(min(block * choose.randrange(1, 5), size - begin))),
+        'zeros': put(begin, bytes(zeros_size)),
         'cut off': data[:at],
         'a byte more': data[:at] + b'x' + data[at:],
         'swapped blocks': put(second, data[first : first + moved], swapped),
@@ -59,10 +66,15 @@ def damages(data: bytes, choose: random.Random, others: bytes) -> dict[str, byte
 
 def record_damages(data: bytes) -> list[bytes]:
     """What a small JSON file may have become, by chance or by hand."""
-    places = [1, len(data) // 3, len(data) // 2, len(data) - 2]
-    others = b'', b'{}', b'[]', b'null', b'7', b'"x"', b'NaN', b'\xff\xfe{', b'[' * 100_000
-    cut = [data[: len(data) // 2], data[:-1]]
-    return [*others, *cut, data.replace(b'1', b'2'), *(flipped(data, x) for x in places)]
+    contents = [b'', b'{}', b'[]', b'null', b'7', b'"x"', b'NaN', b'\xff\xfe{']
+    # Deeper than Python's parser goes.
+    contents.append(b'[' * 100_000)
+    middle = len(data) // 2
+    contents += [data[:middle], data[:-1]]
+    contents.append(data.replace(b'1', b'2'))
+    for place in (1, len(data) // 3, middle, len(data) - 2):
+        contents.append(flipped(data, place))
+    return contents
 
 
 def drill(
@@ -77,17 +89,22 @@ def drill(
     `read` returns whether the contents are right. An error must be one line with the name of the
     file, or with the text `named`.
     """
-    problems, errors = [], 0
+    problems = []
+    num_errors = 0
     for number in range(count):
-        path = damage(random.Random(f'{SEED}-{number}'))
+        seed = f'{SEED}-{number}'
+        path = damage(random.Random(seed))
         try:
             if not read(path):
-                problems.append(f'seed {SEED}-{number}: {path.name}: other contents were accepted')
+                problems.append(f'seed {seed}: {path.name}: other contents were accepted')
+        # Also those that must not come, so that one run finds all of them.
         except Exception as error:
-            errors += 1
-            message, is_expected = str(error), isinstance(error, (ValueError, OSError))
+            num_errors += 1
+            message = str(error)
+            is_expected = isinstance(error, (ValueError, OSError))
             is_named = (named or path.name) in message
-            if not is_expected or not is_named or len(message.splitlines()) != 1:
-                problems.append(f'seed {SEED}-{number}: {path.name}: {error!r}')
+            is_one_line = len(message.splitlines()) == 1
+            if not (is_expected and is_named and is_one_line):
+                problems.append(f'seed {seed}: {path.name}: {error!r}')
     assert not problems
-    return errors
+    return num_errors

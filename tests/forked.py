@@ -46,6 +46,12 @@ def run(commands: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[int, list[s
         timeout=300,
         check=True,
     )
-    _, *parts = re.split(r'=== ended with (\d+)\n', ended.stdout)[1:]
-    found = zip(parts[::2], parts[1::2], strict=False)
-    return [(int(status), output.splitlines()) for output, status in found]
+    # Of one that was killed, the status is negative. In front of the first is what the imports
+    # print, and behind the last is nothing.
+    _, _, *parts, _ = re.split(r'=== ended with (-?\d+)\n', ended.stdout)
+    outputs = parts[::2]
+    statuses = parts[1::2]
+    results = []
+    for output, status in zip(outputs, statuses, strict=True):
+        results.append((int(status), output.splitlines()))
+    return results

@@ -136,7 +136,9 @@ def hosts(
     started = []
     try:
         for index in range(processes):
-            own = [f'--process_index={index}'] if processes > 1 else []
+            own = []
+            if processes > 1:
+                own.append(f'--process_index={index}')
             output = workdir / f'host_{index}_of_{processes}.log'
             with output.open('w') as file:
                 process = subprocess.Popen(
@@ -207,25 +209,29 @@ def read_scalars(workdir: pathlib.Path) -> dict[tuple[str, int], list[float]]:
 
 def losses(workdir: pathlib.Path) -> dict[tuple[str, int], float]:
     """`{(tag, step): value}` of losses; a value written twice has to be the same bit for bit."""
-    found = {}
-    for key, values in read_scalars(workdir).items():
-        if 'loss' in key[0]:
-            assert len(set(values)) == 1, (key, values)
-            found[key] = values[0]
-    return found
+    values_by_step = {}
+    for (tag, number), values in read_scalars(workdir).items():
+        if 'loss' in tag:
+            assert len(set(values)) == 1, (tag, number, values)
+            values_by_step[tag, number] = values[0]
+    return values_by_step
 
 
 def saved_steps(workdir: pathlib.Path) -> list[int]:
-    """The steps of the complete checkpoints."""
+    """The steps of the complete checkpoints, in order."""
     folder = workdir / checkpoint.FOLDER
-    names = os.listdir(folder) if folder.exists() else []
-    return [int(name) for name in names if name.isdigit()]
+    if not folder.exists():
+        return []
+    # One that is being written has a longer name.
+    return sorted(int(name) for name in os.listdir(folder) if name.isdigit())
 
 
 def own_keys(batch: Mapping[str, jax.Array]) -> np.ndarray:
     """The keys of this process' rows of a batch on the devices, int64 `(b,)`."""
+    # In the order of the rows, not of the devices; all rows have no start.
     shards = sorted(
         batch[schema.KEY].addressable_shards, key=lambda shard: shard.index[0].start or 0
     )
     words = np.concatenate([np.asarray(shard.data) for shard in shards])
+    # Devices hold a key as two words of 32 bits.
     return words.astype('<u4').view('<i8')[:, 0]

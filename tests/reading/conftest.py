@@ -11,6 +11,7 @@ from tests.reading.damaged import LENGTHS
 
 @pytest.fixture(scope='module')
 def intact(tmp_path_factory) -> pathlib.Path:
+    """A data set of `LENGTHS`; tests must not change it."""
     path = tmp_path_factory.mktemp('intact') / '1.0.0'
     small_dataset.write(path, LENGTHS)
     return path

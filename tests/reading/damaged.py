@@ -10,6 +10,7 @@ ORDER = dict(batch_size=16, seed=5, chunk=64, lanes=4, window=24)
 
 
 def shard_path(path: pathlib.Path, shard: int, split: str = schema.TRAIN) -> pathlib.Path:
+    """The file of a shard."""
     split_of_data = input_pipeline.open_data(path).split(split)
     return pathlib.Path(split_of_data.file(shard))
 
@@ -22,6 +23,8 @@ def damage(
     data = bytearray(file.read_bytes())
     begin = 0
     for _ in range(record):
-        begin += 16 + int.from_bytes(data[begin : begin + 8], 'little')
+        # A length of 8 bytes, and checksums of it and of the record of 4 bytes each.
+        size = int.from_bytes(data[begin : begin + 8], 'little')
+        begin += 16 + size
     data[begin + at] ^= 1
     file.write_bytes(data)

@@ -5,7 +5,6 @@ next(batches)   # [(source, epoch, shard, record), ...] of the first global batc
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
@@ -20,21 +19,25 @@ Record = tuple[int, int]  # shard, number
 
 def lanes(lengths: Sequence[int], settings: OrderSettings, epoch: int) -> list[list[Record]]:
     """The records of every lane in an epoch."""
-    chunks = [
-        [(shard, record) for record in range(first, min(first + settings.chunk, length))]
-        for shard, length in enumerate(lengths)
-        for first in range(0, length, settings.chunk)
-    ]
+    chunks = []
+    for shard, length in enumerate(lengths):
+        for first in range(0, length, settings.chunk):
+            # The last chunk of a shard may be shorter.
+            stop = min(first + settings.chunk, length)
+            chunks.append([(shard, record) for record in range(first, stop)])
     key = int(derive(settings.seed, CHUNKS, epoch))
     visited = Permutation(len(chunks), key).apply(np.arange(len(chunks)))
     stream = [record for chunk in visited for record in chunks[chunk]]
     offset = int(derive(settings.seed, ROTATION, epoch)) % len(stream)
     stream = stream[offset:] + stream[:offset]
+    # What is left over belongs to no lane in this epoch.
     length = len(stream) // settings.lanes
-    return [
-        _shuffled(stream[lane * length : (lane + 1) * length], settings, epoch, lane)
-        for lane in range(settings.lanes)
-    ]
+    shuffled_lanes = []
+    for lane in range(settings.lanes):
+        begin = lane * length
+        records = stream[begin : begin + length]
+        shuffled_lanes.append(_shuffled(records, settings, epoch, lane))
+    return shuffled_lanes
 
 
 def _shuffled(
@@ -51,39 +54,46 @@ def _shuffled(
 
 def kept(lengths: Sequence[int], keeps: Sequence[bool]) -> list[list[int]]:
     """The records of each shard that are kept, of what is said of all records in a row."""
-    told = iter(keeps)
-    return [[record for record in range(length) if next(told)] for length in lengths]
+    remaining = iter(keeps)
+    kept_of_shards = []
+    for length in lengths:
+        kept_of_shards.append([record for record in range(length) if next(remaining)])
+    return kept_of_shards
 
 
 def shares(weights: Sequence[Fraction], total: int) -> list[int]:
     """Whole numbers in shares by weight, rounded so that they add up to a total."""
     exact = [weight * total / sum(weights) for weight in weights]
-    found = [int(x) for x in exact]
-    for _ in range(total - sum(found)):
-        rests = [x - n for x, n in zip(exact, found, strict=True)]
-        found[rests.index(max(rests))] += 1
-    return found
+    rounded = [int(share) for share in exact]
+    for _ in range(total - sum(rounded)):
+        rests = [share - number for share, number in zip(exact, rounded, strict=True)]
+        # The first of equals.
+        largest = rests.index(max(rests))
+        rounded[largest] += 1
+    return rounded
 
 
 def counts(weights: Sequence[Fraction], shapes: Sequence[str], each: int, step: int) -> list[int]:
     """Samples that each source gives of every lane to a batch: all are of one shape."""
     names = list(dict.fromkeys(shapes))
-    of_shapes = [
-        sum((w for w, x in zip(weights, shapes, strict=True) if x == name), Fraction(0))
-        for name in names
-    ]
-    unit = next(n for n in itertools.count(1) if all((x * n).denominator == 1 for x in of_shapes))
-    steps = [int(x * unit) for x in of_shapes]
-    steps = [x // math.gcd(*steps) for x in steps]
-    middles = [
-        (Fraction(2 * k + 1, 2 * count), name)
-        for name, count in zip(range(len(names)), steps, strict=True)
-        for k in range(count)
-    ]
-    shape = names[sorted(middles)[step % len(middles)][1]]
-    return shares(
-        [w if x == shape else Fraction(0) for w, x in zip(weights, shapes, strict=True)], each
-    )
+    weights_of_shapes = dict.fromkeys(names, Fraction(0))
+    for weight, shape in zip(weights, shapes, strict=True):
+        weights_of_shapes[shape] += weight
+    # The fewest steps in which each shape has a whole number of them, by its weight.
+    unit = math.lcm(*(weight.denominator for weight in weights_of_shapes.values()))
+    steps = [int(weight * unit) for weight in weights_of_shapes.values()]
+    divisor = math.gcd(*steps)
+    # The steps of each shape, evenly spaced from 0 to 1; of equal places, earlier shapes first.
+    places = []
+    for number, num_steps in enumerate(steps):
+        count = num_steps // divisor
+        for k in range(count):
+            places.append((Fraction(2 * k + 1, 2 * count), number))
+    _, number = sorted(places)[step % len(places)]
+    weights_in_step = []
+    for weight, shape in zip(weights, shapes, strict=True):
+        weights_in_step.append(weight if shape == names[number] else Fraction(0))
+    return shares(weights_in_step, each)
 
 
 def mixture(
@@ -104,19 +114,25 @@ def mixture(
     @functools.cache
     def lanes_of(source: int, epoch: int) -> list[list[Record]]:
         records = sources[source]
-        ordered = lanes([len(x) for x in records], settings[source], epoch)
-        return [[(shard, records[shard][number]) for shard, number in lane] for lane in ordered]
+        lengths = [len(of_shard) for of_shard in records]
+        ordered_lanes = []
+        # The order is that of the kept records alone, counted from 0 in each shard.
+        for lane in lanes(lengths, settings[source], epoch):
+            ordered_lanes.append([(shard, records[shard][number]) for shard, number in lane])
+        return ordered_lanes
 
     taken = [start] * len(sources)
     for step, size in enumerate(sizes):
         each = size // num_lanes
-        found = counts(weights(step), shapes or [''] * len(sources), each, step)
+        shape_of_sources = shapes or [''] * len(sources)
+        counts_of_step = counts(weights(step), shape_of_sources, each, step)
         batch = []
         for lane in range(num_lanes):
-            for source, count in enumerate(found):
-                length = sum(map(len, sources[source])) // num_lanes
+            for source, count in enumerate(counts_of_step):
+                length = sum(map(len, sources[source])) // num_lanes  # of a lane in an epoch
                 for k in range(taken[source], taken[source] + count):
-                    record = lanes_of(source, k // length)[lane][k % length]
-                    batch.append((source, k // length, *record))
+                    epoch, place = divmod(k, length)
+                    shard, record = lanes_of(source, epoch)[lane][place]
+                    batch.append((source, epoch, shard, record))
         yield batch
-        taken = [k + count for k, count in zip(taken, found, strict=True)]
+        taken = [before + count for before, count in zip(taken, counts_of_step, strict=True)]

@@ -66,21 +66,31 @@ def _write_sources(
     source: pathlib.Path, split: str, count: int, first: int
 ) -> tuple[np.ndarray, list[InPlaceFile]]:
     """Writes the latents of records, with gaps, into two files; returns where they are."""
-    record = np.arange(count)
+    all_records = np.arange(count)
     # Gaps of one row, which reading over costs less than a request, and of nine, which it does not.
-    row = record + record // 7 + 9 * (record // 50)
-    places, files = [], []
-    for number, some in enumerate(np.array_split(record, 2)):
-        rows = row[some] - row[some[0]] if len(some) else some
-        latents = np.full((rows.max(initial=0) + 1, *schema.LATENTS_SHAPE), np.nan, np.float16)
-        latents[rows] = _latents(some)
+    row_of_record = all_records + all_records // 7 + 9 * (all_records // 50)
+    places = []
+    files = []
+    for number, of_file in enumerate(np.array_split(all_records, 2)):
+        rows = row_of_record[of_file]
+        # The first record of a file is in its first row.
+        if len(rows):
+            rows = rows - rows[0]
+        num_rows = rows.max(initial=0) + 1
+        # What is in a gap must not be read.
+        latents = np.full((num_rows, *schema.LATENTS_SHAPE), np.nan, np.float16)
+        latents[rows] = _latents(of_file)
         path = source / f'{split}-{number}.pt'
-        content = {schema.PT_KEYS: torch.arange(len(latents)), schema.PT_LATENTS: latents}
-        torch.save({name: torch.as_tensor(x) for name, x in content.items()}, path)
+        content = {
+            schema.PT_KEYS: torch.arange(num_rows),
+            schema.PT_LATENTS: torch.from_numpy(latents),
+        }
+        torch.save(content, path)
         opened = PtFile(path)
         files.append(InPlaceFile(str(path), '', opened.digest, *opened.layout[:2]))
         crcs = column_file.row_checksums(latents[rows])
-        places.append(np.stack([np.full(len(rows), first + number), rows, crcs], axis=1))
+        file_numbers = np.full(len(rows), first + number)
+        places.append(np.stack([file_numbers, rows, crcs], axis=1))
     return np.concatenate(places).astype('<u4'), files
 
 
@@ -88,9 +98,12 @@ def add_column(
     path: pathlib.Path, name: str, values: Mapping[str, np.ndarray], **fields: Any
 ) -> AddedColumn:
     """Adds a column of values `(n, ...)` of each split, as the program does, and its fields."""
-    crc32c, files = {}, {split: columns.column_file_name(name, split) for split in values}
+    files = {}
+    crc32c = {}
     for split, of_split in values.items():
-        shape, dtype = of_split.shape[1:], of_split.dtype
+        files[split] = columns.column_file_name(name, split)
+        shape = of_split.shape[1:]
+        dtype = of_split.dtype
         with open(path / files[split], 'wb') as file:
             writer = column_file.ColumnWriter(file, dtype, shape, len(of_split))
             writer.write(of_split)
@@ -106,7 +119,10 @@ def redirect(path: pathlib.Path, source: str) -> None:
     files = []
     for file in described[schema.LATENTS].files:
         moved = f'{source}/{os.path.basename(file.path)}'
-        version = '' if storage.local_path(moved) else storage.describe_file(moved).version
+        # A local file has none.
+        version = ''
+        if not storage.local_path(moved):
+            version = storage.describe_file(moved).version
         files.append(dataclasses.replace(file, path=moved, version=version))
     latents = dataclasses.replace(described[schema.LATENTS], files=tuple(files))
     columns.write_columns(path, described | {schema.LATENTS: latents})
@@ -163,8 +179,10 @@ def _write_split(
     assert count <= MAX_RECORDS
     # The first records of every data set have the same keys, which differ from split to split.
     keys = splitmix64(np.arange(count) + (len(split) << 32)).view(np.int64)
-    entries, sizes = [], []
-    for shard, rows in enumerate(np.split(np.arange(count), np.cumsum(lengths)[:-1])):
+    entries = []
+    sizes = []
+    begins = np.cumsum(lengths)[:-1]  # of all shards but the first
+    for shard, rows in enumerate(np.split(np.arange(count), begins)):
         name = template(path, split).sharded_filepath(shard_index=shard, num_shards=len(lengths))
         with open(name, 'wb') as file, records.RecordWriter(file) as writer:
             values = _columns(keys[rows], rows, dtype)
