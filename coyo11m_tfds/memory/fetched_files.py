@@ -44,7 +44,9 @@ class SplitCache(NamedTuple):
         if file is None:
             version = self.version_of(number)
             file = StoredFile(files.path_of(number), int(files.size[number]), version, None)
-        return None if file.local_path else file
+        if file.local_path:
+            return None
+        return file
 
 
 class FetchedFiles(HeldFiles):
@@ -87,7 +89,8 @@ class FetchedFiles(HeldFiles):
         """Returns the places where ranges begin and end, of ranges that lie in taken ones."""
         place = _place(number, offset)
         # A file that is shorter than its index says gave fewer bytes than were requested.
-        limit = self._ends[self._find(place)]
+        index = self._find(place)
+        limit = self._ends[index]
         return np.minimum(place, limit), np.minimum(place + nbytes, limit)
 
     def gather(self, places: np.ndarray, nbytes: int) -> np.ndarray:
@@ -154,12 +157,17 @@ class FetchedFiles(HeldFiles):
     def _index(self) -> None:
         """Brings the held ranges into the order of their places, for `_find`."""
         keys = sorted(self._data)
-        number, begin, _ = np.array(keys, np.int64).reshape(-1, 3).T
+        # Three columns also of no key at all.
+        ranges = np.array(keys, np.int64).reshape(-1, 3)
+        number = ranges[:, 0]
+        begin = ranges[:, 1]
         # The zeros come first, at place 0.
         self._held = [self._zeros]
         self._held += [np.frombuffer(self._data[key], np.uint8) for key in keys]
         self._begins = np.append(0, _place(number, begin))
-        self._ends = self._begins + [len(data) for data in self._held]
+        # The bytes that came, which may be fewer than the range has.
+        sizes = [len(data) for data in self._held]
+        self._ends = self._begins + sizes
 
     def _fill_flight(self) -> None:
         """Begins to fetch queued ranges, as many as may be in flight."""
@@ -252,9 +260,12 @@ class FetchedFiles(HeldFiles):
         """Reads a range of a shard, as far as the shard goes."""
         size = int(self.size[number])
         file = StoredFile(self.path_of(number), size, '', None)
-        return file.read_range(min(begin, size), max(0, min(end, size) - begin))
+        first = min(begin, size)
+        last = min(end, size)
+        return file.read_range(first, last - first)
 
 
 def _place(number: np.ndarray, offset: np.ndarray) -> np.ndarray:
     """Returns the place of a byte of a file, behind the zeros, which have those of no file."""
-    return (number + 1 << _FILE_SHIFT) + offset
+    file_place = (number + 1) << _FILE_SHIFT
+    return file_place + offset

@@ -81,8 +81,8 @@ class HeldFiles:
         if file:
             return file.path
         # The split that began last before this number.
-        split = bisect.bisect(self._splits, number, key=lambda split: split[0]) - 1
-        first, path_of = self._splits[split]
+        num_begun = bisect.bisect(self._splits, number, key=lambda split: split[0])
+        first, path_of = self._splits[num_begun - 1]
         return path_of(number - first)
 
     def locate(
@@ -103,7 +103,8 @@ class HeldFiles:
         self, begin: np.ndarray, end: np.ndarray, before: Iterable[int] = itertools.repeat(0)
     ) -> np.ndarray:
         """Returns the CRC-32C of the bytes from each `begin` to its `end`, after others; uint32."""
-        crcs = map(google_crc32c.extend, before, self.views(begin, end))
+        views = self.views(begin, end)
+        crcs = map(google_crc32c.extend, before, views)
         return np.fromiter(crcs, np.uint32, len(begin))
 
     def request(self, ranges: Sequence[Range]) -> None:
@@ -171,11 +172,14 @@ class MappedFiles(HeldFiles):
 
     def request(self, ranges: Sequence[Range]) -> None:
         """Asks the system to read ranges ahead, without waiting for it."""
-        self._open(np.array([number for number, _, _ in ranges], np.int64))
+        numbers = [number for number, _, _ in ranges]
+        self._open(np.array(numbers, np.int64))
         for number, begin, end in ranges:
             # The system takes advice only about ranges that begin with a page.
             page = begin // mmap.PAGESIZE * mmap.PAGESIZE
-            nbytes = min(end, int(self.size[number])) - page
+            # A file that has been cut is not mapped behind its end.
+            size = int(self.size[number])
+            nbytes = min(end, size) - page
             if nbytes > 0:
                 # A system that reads nothing ahead does no harm.
                 with contextlib.suppress(OSError):
@@ -186,7 +190,8 @@ class MappedFiles(HeldFiles):
         """Checks that open files are unchanged, each at most once a second."""
         now = time.monotonic()
         # A batch may use hundreds of files, too many to check for each batch.
-        due_numbers = numbers[self._check_times[numbers] < now - _CHECK_SECONDS]
+        is_due = self._check_times[numbers] < now - _CHECK_SECONDS
+        due_numbers = numbers[is_due]
         if not len(due_numbers):
             return
         due_numbers = np.unique(due_numbers)
@@ -267,8 +272,9 @@ def gather_rows(data: np.ndarray, places: np.ndarray, nbytes: int) -> np.ndarray
     rows = np.empty((len(places), nbytes), np.uint8)
     for begin in range(0, nbytes, _GATHERED_AT_ONCE):
         size = min(_GATHERED_AT_ONCE, nbytes - begin)
-        piece = _items(data, size)[places + begin]
-        rows[:, begin : begin + size] = piece.view(np.uint8).reshape(len(rows), size)
+        items = _items(data, size)
+        piece = items[places + begin].view(np.uint8)
+        rows[:, begin : begin + size] = piece.reshape(len(rows), size)
     return rows.view((np.void, nbytes))[:, 0]
 
 
@@ -296,7 +302,14 @@ def map_zeros(nbytes: int) -> mmap.mmap:
 # Python's own mappings keep a descriptor until Python 3.13, and have an address of their own.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,  # address
+    ctypes.c_size_t,  # bytes
+    ctypes.c_int,  # protection
+    ctypes.c_int,  # flags
+    ctypes.c_int,  # descriptor of the file
+    ctypes.c_long,  # offset in the file
+]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -305,7 +318,8 @@ def _map_at(data: np.ndarray, start: int, file: BinaryIO, size: int, flags: int)
     # `_lay_out` has left room for the whole file there.
     address = data[start : start + size].ctypes.data
     flags |= _MAP_FIXED
-    if _libc.mmap(address, size, mmap.PROT_READ, flags, file.fileno(), 0) != address:
+    mapped = _libc.mmap(address, size, mmap.PROT_READ, flags, file.fileno(), 0)
+    if mapped != address:
         raise _system_error()
 
 

@@ -79,26 +79,34 @@ def open_column(
         first = files[column.unchecked[0]].path
         _warn_of_unchecked(os.fspath(folder), len(column.unchecked), first)
     opened = OpenedColumn(files, starts, strides, places, dtype, column.shape, column.unchecked)
-    # All places are compared now: a wrong one would give the values of something else later.
-    # The offset from a file's first row to the last possible row. Behind all files stands one for
-    # those that are not described, in which no row is possible.
-    sizes = np.array([x.size for x in files], np.int64)
-    last_offsets = sizes - starts.max(axis=1, initial=0) - opened.piece_nbytes
-    last_offsets = np.append(last_offsets, -1)
-    file_number = np.minimum(places[:, 0], len(files))
-    row_offset = places[:, 1] * np.append(strides, 1)[file_number]
-    is_outside = row_offset > last_offsets[file_number]
-    if is_outside.any():
-        number = int(is_outside.argmax())
-        file_index, row, _ = places[number].tolist()
+    # All places now: a wrong one would give the values of something else later.
+    number = _find_outside(opened, places)
+    if number >= 0:
+        file_number, row, _ = places[number].tolist()
         path = 'a file that is not named'
-        if file_index < len(files):
-            path = files[file_index].path
+        if file_number < len(files):
+            path = files[file_number].path
         raise ValueError(
             f'{folder}: its column {column.name!r} names row {row} of {path} for record {number}, '
             'but the file has no such row. Build the data set again.'
         )
     return opened
+
+
+def _find_outside(opened: OpenedColumn, places: np.ndarray) -> int:
+    """Returns the first record whose row is not in its file; -1 if there is none."""
+    # The offset from a file's first row to the last possible row. Behind all files stands one for
+    # those that are not described, in which no row is possible.
+    sizes = np.array([file.size for file in opened.files], np.int64)
+    last_offsets = sizes - opened.starts.max(axis=1, initial=0) - opened.piece_nbytes
+    last_offsets = np.append(last_offsets, -1)
+    strides = np.append(opened.strides, 1)
+    file_number = np.minimum(places[:, 0], len(opened.files))
+    row_offset = places[:, 1] * strides[file_number]
+    is_outside = row_offset > last_offsets[file_number]
+    if not is_outside.any():
+        return -1
+    return int(is_outside.argmax())
 
 
 @functools.cache
@@ -137,17 +145,19 @@ class ColumnReader:
         Raises a ValueError for a row that its file does not have.
         """
         file, row, begin = self._offsets(number)
+        num_pieces = begin.shape[1]
         # All pieces of a row are in one file.
-        piece_files = np.repeat(file, begin.shape[1])
+        piece_files = np.repeat(file, num_pieces)
         places, limit = self._files.locate(piece_files, begin.ravel(), self._nbytes)
         # Of a file that has been cut since it was opened, the limit comes too early.
         is_missing = limit - places < self._nbytes
         if is_missing.any():
             # The record's index: `is_missing` has an item for each piece.
-            index = int(is_missing.argmax()) // begin.shape[1]
+            index = int(is_missing.argmax()) // num_pieces
+            path = self._files.path_of(int(file[index]))
             raise ValueError(
-                f'{self._files.path_of(int(file[index]))}: has no row {row[index]}, which the data '
-                'set needs. Build the data set again.'
+                f'{path}: has no row {row[index]}, which the data set needs. Build the data set '
+                'again.'
             )
         return places.reshape(begin.shape)
 
@@ -158,10 +168,13 @@ class ColumnReader:
         """
         is_good = np.zeros(len(number), bool)
         if self._places is None:
-            stored = self._files.gather(places[:, 0] + self._values_nbytes, _CRC_NBYTES).view('<u4')
+            # Behind the values of the row, which are one piece.
+            crc_places = places[:, 0] + self._values_nbytes
+            stored = self._files.gather(crc_places, _CRC_NBYTES).view('<u4')
         else:
             stored = self._places[number, 2]
-            is_good = self._is_unchecked[self._places[number, 0]]
+            file = self._places[number, 0]
+            is_good = self._is_unchecked[file]
         # Of all crops of a row, because another epoch uses another crop.
         crcs = np.zeros(len(number), np.uint32)
         for begin in places.T:
@@ -191,8 +204,10 @@ class ColumnReader:
             gap = begin[1:] - end[:-1]
             # The first row begins a range, and each that is apart from the row before it.
             is_first = np.ones(len(run), bool)
-            is_first[1:] = (gap < 0) | (gap > _GAP)
-            is_first[1:] |= (np.diff(run) != 0) | (np.diff(file) != 0)
+            is_apart = is_first[1:]
+            is_apart[:] = (gap < 0) | (gap > _GAP)
+            is_apart |= np.diff(run) != 0
+            is_apart |= np.diff(file) != 0
             starts = np.flatnonzero(is_first)
             last_rows = np.append(starts[1:], len(run)) - 1
             # Python's numbers: they become the keys of dicts and the arguments of requests.
@@ -219,5 +234,7 @@ class ColumnReader:
         else:
             # Signed 64 bits: a row times its stride is beyond uint32 in files of over 4 GB.
             file, row, _ = self._places[number].astype(np.int64).T
-        begin = self._starts[file] + (row * self._strides[file])[:, None]
+        row_offset = row * self._strides[file]
+        # One row may have several pieces, which all lie as far from those of row 0.
+        begin = self._starts[file] + row_offset[:, None]
         return self._first + file, row, begin

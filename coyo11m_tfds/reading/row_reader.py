@@ -51,7 +51,9 @@ class BatchFeatures:
     def in_records(self) -> set[str]:
         """The features that records must hold, unless they are columns."""
         # The key is always read, because choices depend on it; crops and seeds are such choices.
-        names = {schema.KEY, *self.features} - {CROP, NOISE_SEED}
+        names = set(self.features)
+        names.add(schema.KEY)
+        names -= {CROP, NOISE_SEED}
         # All texts of a mixture may be columns.
         if self.text and '' not in self.text.names:
             names.discard(self.text.feature)
@@ -71,8 +73,8 @@ class BatchFeatures:
     def spec(self, size: int) -> dict[str, ArraySpec]:
         """Returns shape and dtype of each array in a batch of `size` rows."""
         # Of every array that a batch can have; at the end, those of this one are taken.
-        rows = {
-            **self.stored,
+        rows = dict(self.stored)
+        rows |= {
             schema.KEY: ArraySpec((), np.dtype(np.int64)),
             schema.CAPTION: ArraySpec((), np.dtype(object)),
             CROP: ArraySpec((), np.dtype(np.int32)),
@@ -110,13 +112,13 @@ def stored_specs(stored: StoredDataset) -> dict[str, ArraySpec]:
     dtype, shape = stored.latents
     # NumPy alone does not know bfloat16.
     latents_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    specs: dict[str, ArraySpec] = {
-        schema.LATENTS: ArraySpec(shape, latents_dtype),
-        schema.TEXT_EMBEDDING: ArraySpec((stored.text_dim,), np.dtype(np.float16)),
-        schema.TOKENS: ArraySpec((stored.num_tokens,), np.dtype(np.int32)),
-    }
+    specs = {schema.LATENTS: ArraySpec(shape, latents_dtype)}
     # A width of 0 says that the data set has no such feature.
-    return {name: x for name, x in specs.items() if all(x.shape)}
+    if stored.text_dim:
+        specs[schema.TEXT_EMBEDDING] = ArraySpec((stored.text_dim,), np.dtype(np.float16))
+    if stored.num_tokens:
+        specs[schema.TOKENS] = ArraySpec((stored.num_tokens,), np.dtype(np.int32))
+    return specs
 
 
 def check_text_feature(folder: str, text: texts.TextMixture, features: tuple[str, ...]) -> None:
@@ -124,10 +126,10 @@ def check_text_feature(folder: str, text: texts.TextMixture, features: tuple[str
     # The column would be ignored, and the records' own text read in its place.
     others = schema.TEXT_DTYPES.keys() & set(features) - {text.feature}
     if text.in_columns and others:
+        name = text.names[0] or texts.RECORDS_TEXT
         raise ValueError(
-            f'{folder}: features has {min(others)!r}, but '
-            f'text={text.names[0] or texts.RECORDS_TEXT!r} holds {text.feature!r}; request that '
-            'feature instead'
+            f'{folder}: features has {min(others)!r}, but text={name!r} holds {text.feature!r}; '
+            'request that feature instead'
         )
 
 
@@ -219,51 +221,70 @@ class RowReader:
         first = piece_first[starts]
         shards = piece_shard[starts]
         # The last piece of a shard may be short.
-        end = np.minimum(self._split.index.shard_lengths[shards], piece_first[last_pieces] + piece)
+        full_end = piece_first[last_pieces] + piece
+        end = np.minimum(self._split.index.shard_lengths[shards], full_end)
         count = end - first
         begin, nbytes = self._split.index.byte_range(shards, first, count)
-        ends = (begin + nbytes).tolist()
+        # Python's numbers: they become the keys of dicts and the arguments of requests.
         files = (self._first_file + shards).tolist()
-        chunks = [[x] for x in zip(files, begin.tolist(), ends, strict=True)]
+        begins = begin.tolist()
+        ends = (begin + nbytes).tolist()
+        chunks = [[x] for x in zip(files, begins, ends, strict=True)]
         number = self._split.first_numbers[shards] + first
         # The rows of a chunk are neighbours in the file of each column, too: mostly one range.
         for column in self._columns.values():
-            for ranges, in_column in zip(chunks, column.ranges(number, count), strict=True):
+            column_ranges = column.ranges(number, count)
+            for ranges, in_column in zip(chunks, column_ranges, strict=True):
                 ranges += in_column
         # A record is in the last chunk that does not begin behind it.
-        chunk_numbers = np.searchsorted(pieces[starts], piece_numbers, side='right') - 1
-        return chunks, chunk_numbers
+        num_begun = np.searchsorted(pieces[starts], piece_numbers, side='right')
+        return chunks, num_begun - 1
 
     def locate(self, epoch: np.ndarray, shard: np.ndarray, record: np.ndarray) -> LocatedRecords:
         """Returns where records lie in memory; `epoch` is that of each. All are int64 `(n,)`."""
         # Records of one run are located together, as the index has an offset for each run.
-        runs, run_index = np.unique((shard << 32) + record // _STRIDE, return_inverse=True)
-        shards = runs >> 32
-        first = (runs & 0xFFFFFFFF) * _STRIDE
-        count = np.minimum(self._split.index.shard_lengths[shards] - first, _STRIDE)
-        offset, nbytes = self._split.index.byte_range(shards, first, count)
-        start, limit = self.files.locate(self._first_file + shards, offset, nbytes)
-        begins, ends = locate_records(self.files, start, count, limit)
-        # Records of another build may have the same sizes: their checksums tell them apart, with
-        # or without `verify`.
-        crcs = damage.stored_crcs(self.files, ends)
-        is_other = run_digests(crcs) != self._split.index.digests(shards, first)
-        # Then they have no places, and the codes below say that they are damaged.
-        begins[is_other] = 0
-        ends[is_other] = 0
+        run_keys = (shard << 32) + record // _STRIDE
+        runs, run_index = np.unique(run_keys, return_inverse=True)
+        run_shard = runs >> 32
+        run_first = (runs & 0xFFFFFFFF) * _STRIDE
+        begins, ends, problem = self._locate_runs(run_shard, run_first)
         # From runs to records: `begins` has a row for each run, and a column for each record of it.
-        begin = begins[run_index, record % _STRIDE]
-        end = ends[run_index, record % _STRIDE]
-        # Of a run that the file does not hold whole, no digest is right.
-        is_cut = limit - start < nbytes
-        problem = np.where(is_cut, damage.TOO_SHORT, damage.DAMAGED)
-        codes = np.where(begin > 0, damage.GOOD, problem[run_index]).astype(damage.CODE_DTYPE)
+        index_in_run = record % _STRIDE
+        begin = begins[run_index, index_in_run]
+        end = ends[run_index, index_in_run]
+        codes = np.where(begin > 0, damage.GOOD, problem[run_index])
+        codes = codes.astype(damage.CODE_DTYPE)
         gather = functools.partial(self._gather_from, begin)
         in_records = self._layout.find(gather, begin, end)
         number = self._split.first_numbers[shard] + record
         in_columns = {name: column.locate(number) for name, column in self._columns.items()}
         values = in_records._replace(places=in_records.places | in_columns)
         return LocatedRecords(epoch, shard, record, number, begin, end, codes, values)
+
+    def _locate_runs(
+        self, shard: np.ndarray, first: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns where the records of runs begin and end, int64 `(n, CHUNK_STRIDE)`.
+
+        Both are 0 for records that have no place; the third result, `(n,)`, has the code of what is
+        wrong with those of each run. `first` is the first record of each run in its shard.
+        """
+        index = self._split.index
+        num_left = index.shard_lengths[shard] - first
+        count = np.minimum(num_left, _STRIDE)
+        offset, nbytes = index.byte_range(shard, first, count)
+        start, limit = self.files.locate(self._first_file + shard, offset, nbytes)
+        begins, ends = locate_records(self.files, start, count, limit)
+        # Records of another build may have the same sizes: their checksums tell them apart, with
+        # or without `verify`.
+        crcs = damage.stored_crcs(self.files, ends)
+        is_other = run_digests(crcs) != index.digests(shard, first)
+        begins[is_other] = 0
+        ends[is_other] = 0
+        # Of a run that the file does not hold whole, no digest is right.
+        is_cut = limit - start < nbytes
+        problem = np.where(is_cut, damage.TOO_SHORT, damage.DAMAGED)
+        return begins, ends, problem
 
     def check(self, located: LocatedRecords) -> np.ndarray:
         """Returns what is wrong with each record, codes of `damage` `(n,)`.
@@ -318,7 +339,7 @@ class RowReader:
             return batch
         shape, dtype = self._features.stored[schema.LATENTS]
         latents = self._gather_values(batch[schema.LATENTS], shape[1:], dtype)
-        return {**batch, schema.LATENTS: latents}
+        return batch | {schema.LATENTS: latents}
 
     def _compare(self, located: LocatedRecords, rows: np.ndarray) -> np.ndarray:
         """Returns the codes of some of the records after all their checksums are compared."""
@@ -328,7 +349,8 @@ class RowReader:
             places = located.values.places[name][rows]
             is_good = column.match_checksums(located.number[rows], places)
             # Of several damages, the first is reported.
-            codes[~is_good & (codes == damage.GOOD)] = number
+            is_first_damage = ~is_good & (codes == damage.GOOD)
+            codes[is_first_damage] = number
         return codes
 
     def _report(self, located: LocatedRecords, codes: np.ndarray) -> None:
@@ -338,7 +360,8 @@ class RowReader:
         if len(other_rows):
             raise self._layout_error(located, int(other_rows[0]))
         for number, column in enumerate(self._columns.values(), damage.DAMAGED_ROW):
-            for index in np.flatnonzero(codes == number).tolist():
+            damaged_rows = np.flatnonzero(codes == number)
+            for index in damaged_rows.tolist():
                 self._report_row(located, index, column)
         self._report_records(located, codes)
 
@@ -353,19 +376,24 @@ class RowReader:
     def _report_records(self, located: LocatedRecords, codes: np.ndarray) -> None:
         """Reports the bad records of each shard together."""
         in_records = np.isin(codes, (damage.TOO_SHORT, damage.DAMAGED))
-        for shard in np.unique(located.shard[in_records]).tolist():
-            rows = np.flatnonzero(in_records & (located.shard == shard))
+        shards = np.unique(located.shard[in_records])
+        for shard in shards.tolist():
+            in_shard = in_records & (located.shard == shard)
+            rows = np.flatnonzero(in_shard)
             # The message names the first one in the file, whatever their order in the batch.
-            rows = rows[np.argsort(located.record[rows])]
-            problem = damage.PROBLEMS[int(codes[rows[0]])]
+            by_record = np.argsort(located.record[rows])
+            rows = rows[by_record]
             numbers = located.record[rows].tolist()
-            self._bad_records.add(self._split.file(shard), shard, numbers, problem)
+            first_code = int(codes[rows[0]])
+            problem = damage.PROBLEMS[first_code]
+            path = self._split.file(shard)
+            self._bad_records.add(path, shard, numbers, problem)
 
     def _layout_error(self, located: LocatedRecords, row: int) -> DamagedError:
+        path = self._split.file(int(located.shard[row]))
         return DamagedError(
-            f'{self._split.file(int(located.shard[row]))}: record {located.record[row]} is not of '
-            f'this data set, expected the features of {schema.FEATURES_FILE}. Build the data set '
-            'again.'
+            f'{path}: record {located.record[row]} is not of this data set, expected the features '
+            f'of {schema.FEATURES_FILE}. Build the data set again.'
         )
 
     def _array(
@@ -426,7 +454,8 @@ class RowReader:
         pieces = located.values.places[schema.LATENTS].reshape(len(good), -1)
         # A `.pt` file may keep each crop apart, as a piece of the row. Elsewhere all crops of a row
         # are one piece.
-        in_piece = np.arange(count // pieces.shape[1]) * crop_nbytes
+        crops_per_piece = count // pieces.shape[1]
+        in_piece = np.arange(crops_per_piece) * crop_nbytes
         places = (pieces[..., None] + in_piece).reshape(-1, count)
         places[~good] = 0
         if crops is None:
@@ -437,19 +466,22 @@ class RowReader:
         """Returns values of a fixed size, from records or a column; zeros for bad records."""
         shape, dtype = self._features.stored[name]
         # Only latents lie in several pieces: of any other row, the first is all of it.
-        places = located.values.places[name].reshape(len(good), -1)[:, 0]
-        return self._gather_values(np.where(good, places, 0), shape, dtype)
+        pieces = located.values.places[name].reshape(len(good), -1)
+        places = np.where(good, pieces[:, 0], 0)
+        return self._gather_values(places, shape, dtype)
 
     def _gather_values(
         self, places: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
     ) -> np.ndarray:
         """Returns the value at each place, of a shape and a dtype."""
-        rows = self.files.gather(places.ravel(), dtype.itemsize * math.prod(shape))
+        nbytes = dtype.itemsize * math.prod(shape)
+        rows = self.files.gather(places.ravel(), nbytes)
         return rows.view(dtype).reshape(*places.shape, *shape)
 
     def _gather_from(self, begin: np.ndarray, places: np.ndarray, nbytes: int) -> np.ndarray:
         """Returns bytes from places; zeros before `begin`, as of a record that is too short."""
-        return self.files.gather(np.where(places < begin, 0, places), nbytes)
+        places = np.where(places < begin, 0, places)
+        return self.files.gather(places, nbytes)
 
     def _captions(self, located: LocatedRecords, good: np.ndarray) -> np.ndarray:
         """Returns the captions of good records, as bytes objects `(n,)`; b'' for bad ones."""
