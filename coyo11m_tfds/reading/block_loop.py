@@ -69,8 +69,8 @@ def read_parts(
         piece: Fewest records of a chunk that may be fetched without the others.
     """
     with contextlib.closing(reader.files):
-        # A plan is made one block ahead. None follows the last one, which has no next block.
-        plans = itertools.chain((_plan(reader, block, chunk, piece) for block in blocks), [None])
+        # A plan is made one block ahead.
+        plans = _plan_blocks(reader, blocks, chunk, piece)
         plan = next(plans)
         # The first block has no block before it that could request its ranges.
         if plan:
@@ -79,6 +79,15 @@ def read_parts(
             next_plan = next(plans)
             yield from _read_planned(reader, plan, next_plan)
             plan = next_plan
+
+
+def _plan_blocks(
+    reader: RowReader, blocks: Iterator[RecordBlock], chunk: int, piece: int
+) -> Iterator[_Plan | None]:
+    """Yields the plans of blocks, and None after the last one, which has no next block."""
+    for block in blocks:
+        yield _plan(reader, block, chunk, piece)
+    yield None
 
 
 def _plan(reader: RowReader, block: RecordBlock, chunk: int, piece: int) -> _Plan:
@@ -101,12 +110,13 @@ def _plan(reader: RowReader, block: RecordBlock, chunk: int, piece: int) -> _Pla
     part_chunks = -(-_PART_RECORDS // chunk)
     parts = []
     for first in range(0, len(chunks), part_chunks):
-        begin, end = np.searchsorted(sorted_numbers, (first, first + part_chunks))
+        last = first + part_chunks
+        begin, end = np.searchsorted(sorted_numbers, (first, last))
         rows = all_rows[begin:end]
         part = _Part(
             RecordBlock(*(x[rows] for x in records)),
             rows,
-            chunks[first : first + part_chunks],
+            chunks[first:last],
             chunk_numbers[rows] - first,
             reads_size=len(rows),
         )
@@ -136,7 +146,8 @@ def _read_planned(reader: RowReader, plan: _Plan, next_plan: _Plan | None) -> It
             files.request(new_ranges[:per_read])
             del new_ranges[:per_read]
             rows = slice(first, first + part.reads_size)
-            yield plan.shape, part.rows[rows], _read_rows(reader, part, located, rows)
+            batch = _read_rows(reader, part, located, rows)
+            yield plan.shape, part.rows[rows], batch
         files.drop(x for x in ranges if x not in shared)
 
 
@@ -150,7 +161,8 @@ def _read_rows(reader: RowReader, part: _Part, located: LocatedRecords, rows: sl
         if not is_bad.any():
             break
         # Only the chunks of bad records, each once.
-        numbers = set(part.chunk_numbers[rows][is_bad].tolist())
+        bad_numbers = part.chunk_numbers[rows][is_bad]
+        numbers = np.unique(bad_numbers).tolist()
         ranges = _ranges_of([part.chunks[number] for number in numbers])
         files.take_again(ranges)
         # A length may have been damaged: with new bytes, records may lie elsewhere.

@@ -57,7 +57,8 @@ class Checks:
         if self._mode == NEVER:
             is_due[:] = False
         if self._mode == ONCE:
-            is_due &= self._checked_bits[number >> 3] & _BITS[number & 7] == 0
+            own_bits = self._checked_bits[number >> 3] & _BITS[number & 7]
+            is_due &= own_bits == 0
         return np.flatnonzero(is_due)
 
     def remember(self, number: np.ndarray) -> None:
@@ -113,16 +114,18 @@ class BadRecords:
 
 def stored_crcs(files: HeldFiles, end: np.ndarray) -> np.ndarray:
     """Returns the masked checksums behind the ends of records; uint32, same shape."""
-    return files.gather(end.ravel(), records.TRAILER_NBYTES).view('<u4').reshape(end.shape)
+    trailers = files.gather(end.ravel(), records.TRAILER_NBYTES)
+    return trailers.view('<u4').reshape(end.shape)
 
 
 def match_crcs(files: HeldFiles, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Returns True where records and their lengths match the checksums behind them; bool `(n,)`."""
-    headers = files.gather(begin - records.HEADER_NBYTES, records.HEADER_NBYTES).view(_HEADER)
+    header_begin = begin - records.HEADER_NBYTES
+    headers = files.gather(header_begin, records.HEADER_NBYTES).view(_HEADER)
     # TFRecord files have two checksums for each record: of its length, and of its data.
-    length_crcs = map(google_crc32c.value, headers['length'].tolist())
-    length_crcs = records.mask_crc32c(np.fromiter(length_crcs, np.uint32, len(begin)))
-    is_length_good = length_crcs == headers['crc']
+    crcs_of_lengths = map(google_crc32c.value, headers['length'].tolist())
+    length_crcs = np.fromiter(crcs_of_lengths, np.uint32, len(begin))
+    is_length_good = records.mask_crc32c(length_crcs) == headers['crc']
     record_crcs = records.mask_crc32c(files.crc32c(begin, end))
     is_record_good = record_crcs == stored_crcs(files, end)
     return is_length_good & is_record_good

@@ -107,7 +107,8 @@ class SplitReader:
     @property
     def raw_nbytes(self) -> int:
         """Size of a sample in the files, in bytes."""
-        return self._split.record_nbytes + sum(x.row_nbytes for x in self._columns.values())
+        column_nbytes = sum(column.row_nbytes for column in self._columns.values())
+        return self._split.record_nbytes + column_nbytes
 
     def spec(self, size: int) -> dict[str, ArraySpec]:
         """Returns shape and dtype of each array in a batch of `size` rows."""
@@ -167,10 +168,12 @@ class SplitReader:
     def _watch_cache(self) -> CacheWatch | None:
         """Returns what tells when the cache holds the split; None if it is never mapped."""
         num_shards = len(self._split.index.shard_lengths)
-        num_files = num_shards + sum(len(x.files) for x in self._columns.values())
+        columns = self._columns.values()
+        num_files = num_shards + sum(len(column.files) for column in columns)
+        if not self._cache or num_files > MAX_FILES:
+            return None
         # Rows without checksums are compared only with those of the pages in the cache.
-        has_checksums = not any(column.unchecked for column in self._columns.values())
-        if not self._cache or num_files > MAX_FILES or not has_checksums:
+        if any(column.unchecked for column in columns):
             return None
         # Fetches what is damaged in the cache, one range after the other.
         files = CachedFiles(self._make_files(1), self._cache)
@@ -202,7 +205,8 @@ class SplitReader:
         kept = kept_records(self.options)
         # Without a condition chunks are fetched whole, so that one record stands for its chunk.
         if kept is None:
-            return np.arange(0, self._split.index.shard_lengths[shard], self.options.chunk)
+            num_records = self._split.index.shard_lengths[shard]
+            return np.arange(0, num_records, self.options.chunk)
         number = np.arange(kept.lengths[shard])
         return kept.locate(np.full_like(number, shard), number)
 
@@ -210,7 +214,9 @@ class SplitReader:
         self, reader: RowReader, blocks: Iterator[RecordBlock], is_cached: bool = False
     ) -> Iterator[Batch]:
         """Yields batches with the places of latents, and counts their bytes."""
-        row_nbytes = sum(x.dtype.itemsize * math.prod(x.shape) for x in self.spec(1).values())
+        row_nbytes = 0
+        for shape, dtype in self.spec(1).values():
+            row_nbytes += dtype.itemsize * math.prod(shape)
         for _, rows, batch in self._read_parts(reader, blocks):
             # Nobody knows which pages the system has read for it, so the bytes of rows count.
             if self.options.counter:
@@ -242,11 +248,13 @@ class SplitReader:
 
     def _read_fetched(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
         """Yields the batches of blocks, which are filled one ahead."""
-        filled_blocks = block_loop.fill_blocks(reader, self._read_parts(reader, blocks))
+        parts = self._read_parts(reader, blocks)
+        filled_blocks = block_loop.fill_blocks(reader, parts)
         # A thread fills a block while the loop uses the one before it.
         for (steps, size), values in Ahead(filled_blocks, 1, 'chunks'):
             for step in range(steps):
-                rows = slice(step * size, (step + 1) * size)
+                first = step * size
+                rows = slice(first, first + size)
                 # A batch that is kept must not keep its block.
                 yield {name: x[rows].copy() for name, x in values.items()}
 
@@ -369,7 +377,8 @@ class EvalReader(SplitReader):
         # Processes at the end of the split have fewer records, but as many batches.
         no_rows = {name: np.zeros(*spec) for name, spec in self.spec(0).items()}
         batches = itertools.chain(batches, itertools.repeat(no_rows))
-        for batch in itertools.islice(batches, self.num_batches - start):
+        num_left = self.num_batches - start
+        for batch in itertools.islice(batches, num_left):
             yield {name: _pad_rows(x, size) for name, x in batch.items()}
 
 
@@ -377,7 +386,8 @@ def _pad_rows(x: np.ndarray, size: int) -> np.ndarray:
     """Returns an array with rows of zeros, or of empty strings, after its own."""
     if len(x) == size:
         return x
-    padding = np.zeros((size - len(x), *x.shape[1:]), x.dtype)
+    num_missing = size - len(x)
+    padding = np.zeros((num_missing, *x.shape[1:]), x.dtype)
     # Zeros of objects are the number 0, and captions are bytes.
     if x.dtype == object:
         padding[:] = b''

@@ -66,6 +66,7 @@ class Records:
         self._ends = np.cumsum(index.shard_lengths)  # of the shards, in numbers of records
         self._length = int(index.shard_lengths.sum())
         self._rows = self._open_rows()
+        # Of the process that has opened them, see `_rows_here`.
         self._process = os.getpid()
         # Of a batch of one record, without the axis of the batch.
         specs = self._rows.reader.spec(1).items()
@@ -76,9 +77,10 @@ class Records:
         return type(self), (self._options, self._crop)
 
     def __repr__(self) -> str:
-        values = ', '.join(f'{x} {dtype}{list(shape)}' for x, (shape, dtype) in self.spec.items())
+        values = [f'{name} {dtype}{list(shape)}' for name, (shape, dtype) in self.spec.items()]
         place = f'{self._options.stored.folder}, {self._options.split!r}'
-        return f'Records({place}: {format_count(len(self), "record")} of {values})'
+        num_records = format_count(len(self), 'record')
+        return f'Records({place}: {num_records} of {", ".join(values)})'
 
     def __len__(self) -> int:
         return self._length
@@ -143,18 +145,22 @@ class Records:
         batches = list(read_split_keys(options, self._length, _KEYS_AT_ONCE))
         keys = np.ma.concatenate(batches)
         # Bad records are masked, and have no key.
-        readable = np.flatnonzero(~np.ma.getmaskarray(keys))
-        numbers = readable[np.argsort(keys.data[readable])]
+        is_readable = ~np.ma.getmaskarray(keys)
+        readable = np.flatnonzero(is_readable)
+        by_key = np.argsort(keys.data[readable])
+        numbers = readable[by_key]
         return keys.data[numbers], numbers
 
     def _read_batch(self, numbers: np.ndarray) -> Batch:
         """Reads records by number, `(n,)`, from the end if it is negative; in their order."""
         # An empty list has the dtype float64, which is no dtype of numbers of records.
         if numbers.shape == (0,):
-            return {name: np.empty(*spec) for name, spec in self._rows.reader.spec(0).items()}
-        outside = (numbers < -self._length) | (numbers >= self._length)
-        if outside.any():
-            raise self._index_error(numbers[outside.argmax()])
+            no_rows = self._rows.reader.spec(0)
+            return {name: np.empty(*spec) for name, spec in no_rows.items()}
+        is_outside = (numbers < -self._length) | (numbers >= self._length)
+        if is_outside.any():
+            first_outside = numbers[is_outside.argmax()]
+            raise self._index_error(first_outside)
         index = numbers.astype(np.int64) % self._length
         shard = np.searchsorted(self._ends, index, side='right')
         record = index - self._opened.indexed.first_numbers[shard]
@@ -211,7 +217,8 @@ class _MappedRows:
     def read_one(self, shard: int, record: int) -> Batch:
         """Reads a batch of one record, with the places of its whole run, which are kept."""
         run, place = divmod(record, schema.CHUNK_STRIDE)
-        return self._gather(self._locate_run(shard, run).rows(slice(place, place + 1)))
+        located_run = self._locate_run(shard, run)
+        return self._gather(located_run.rows(slice(place, place + 1)))
 
     def _gather(self, located: LocatedRecords) -> Batch:
         """Returns the batch of located records, after their checks."""
@@ -237,8 +244,12 @@ def _locate_run(
 ) -> LocatedRecords:
     """Returns where the records of a run lie; a run is what the chunk index has an offset for."""
     first = run * schema.CHUNK_STRIDE
-    record = np.arange(first, min(first + schema.CHUNK_STRIDE, shard_lengths[shard]))
-    return reader.locate(np.zeros_like(record), np.full_like(record, shard), record)
+    # The last run of a shard may be short.
+    end = min(first + schema.CHUNK_STRIDE, shard_lengths[shard])
+    record = np.arange(first, end)
+    # No choice depends on the epoch here.
+    epoch = np.zeros_like(record)
+    return reader.locate(epoch, np.full_like(record, shard), record)
 
 
 class _FetchedRows:
@@ -263,7 +274,8 @@ class _FetchedRows:
         chunks, inverse = np.unique(chunk_keys, return_inverse=True)
         # All are requested before the first is awaited, so that they are fetched at once.
         futures = collections.deque(map(self._request, chunks.tolist()))
-        values = {name: np.empty(*spec) for name, spec in self.reader.spec(len(shard)).items()}
+        specs = self.reader.spec(len(shard))
+        values = {name: np.empty(*spec) for name, spec in specs.items()}
         for number in range(len(chunks)):
             rows = np.flatnonzero(inverse == number)
             # Removed from the list, so that a chunk is freed after its rows are taken, unless it is
@@ -288,14 +300,17 @@ class _FetchedRows:
             self._chunks[chunk] = future
             # The first in the dict is the one that was used the longest time ago.
             if len(self._chunks) > _KEPT_CHUNKS:
-                del self._chunks[next(iter(self._chunks))]
+                oldest = next(iter(self._chunks))
+                del self._chunks[oldest]
         return future
 
     def _fetch(self, chunk: int) -> Batch:
         """Reads all records of a chunk, whose number has the shard in its upper 32 bits."""
         shard = chunk >> 32
         first = (chunk & 0xFFFFFFFF) * self._chunk
-        record = np.arange(first, min(first + self._chunk, self._shard_lengths[shard]))
+        # The last chunk of a shard may be short.
+        end = min(first + self._chunk, self._shard_lengths[shard])
+        record = np.arange(first, end)
         return self._read_block(np.full_like(record, shard), record)
 
     def _take_rows(self, chunk: Future[Batch], shard: np.ndarray, record: np.ndarray) -> Batch:
@@ -305,7 +320,8 @@ class _FetchedRows:
         except DamagedError:
             # Perhaps others of the chunk are damaged, and not these. So these are read alone.
             return self._read_block(shard, record)
-        return {name: x[record % self._chunk] for name, x in values.items()}
+        rows = record % self._chunk
+        return {name: x[rows] for name, x in values.items()}
 
     def _read_block(self, shard: np.ndarray, record: np.ndarray) -> Batch:
         # A block of one batch; the epoch is 0, as no choice depends on it.

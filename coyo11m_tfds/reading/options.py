@@ -91,11 +91,15 @@ def open_mix(data: Data | Mix) -> tuple[MixSource, ...]:
 
 def _open_mix_source(description: Any) -> MixSource:
     """Opens the data set that a dict of a mixture names; a ValueError for anything else."""
-    fields = dict(description) if isinstance(description, Mapping) else {}
-    if 'dir' not in fields or not fields.keys() <= {'dir', 'weight', *_TYPES}:
+    fields: dict[str, Any] = {}
+    if isinstance(description, Mapping):
+        fields |= description
+    names = {'dir', 'weight'} | _TYPES.keys()
+    if 'dir' not in fields or not fields.keys() <= names:
         raise ValueError(f'mix has {description!r}: expected {SYNTAX}')
-    for name in fields.keys() & _TYPES.keys():
-        fields[name] = arguments.convert(f'mix: {name}', fields[name], _TYPES[name])
+    for name, kind in _TYPES.items():
+        if name in fields:
+            fields[name] = arguments.convert(f'mix: {name}', fields[name], kind)
     # After the cheap checks: opening reads files, perhaps of a bucket.
     stored = open_data(fields.pop('dir'))
     # A condition on a column that is not there is refused now, not in the middle of a run.
@@ -122,8 +126,10 @@ def _name_sources(members: Iterable[MixSource]) -> tuple[MixSource, ...]:
             name = f'{stem}_{next(suffixes)}'
         sources[number] = dataclasses.replace(source, name=name)
         names.append(name)
-    if duplicates := {x for x in names if names.count(x) > 1}:
-        raise ValueError(f'mix has the name {min(duplicates)!r} twice: give every source its own')
+    names.sort()
+    for name, next_name in itertools.pairwise(names):
+        if name == next_name:
+            raise ValueError(f'mix has the name {name!r} twice: give every source its own')
     return tuple(sources)
 
 
@@ -170,30 +176,40 @@ def mix_stats(sources: Sequence[MixSource], text: texts.TextSpec) -> DatasetStat
     weights = [source.weight for source in sources]
     # Mixed in float64, so that only the last rounding is that of float32.
     for kind in ('latent', 'text'):
-        means = [getattr(x, f'{kind}_mean').astype(np.float64) for x in stats]
-        stds = [getattr(x, f'{kind}_std').astype(np.float64) for x in stats]
+        means = []
+        stds = []
+        for source_stats in stats:
+            means.append(getattr(source_stats, f'{kind}_mean').astype(np.float64))
+            stds.append(getattr(source_stats, f'{kind}_std').astype(np.float64))
         mean, std = texts.mix_moments(means, stds, weights)
         moments[f'{kind}_mean'] = mean.astype(np.float32)
         moments[f'{kind}_std'] = std.astype(np.float32)
     # 0 means no limit, which is more than any.
-    limits = [x.text_max_tokens for x in stats]
+    text_max_tokens = 0
+    if all(x.text_max_tokens for x in stats):
+        text_max_tokens = max(x.text_max_tokens for x in stats)
+    num_tokens = 0
+    if stats[0].num_tokens:
+        num_tokens = mixtures[0].size
     named = max(stats, key=lambda x: x.vae)  # all names are equal, see `check_latents`
+    # Each once, in the order of the sources.
     licenses = dict.fromkeys(x.license or 'unknown' for x in stats)
     # Where no data set names a license, the mixture names none.
     if not any(x.license for x in stats):
         licenses.clear()
+    citations = dict.fromkeys(x.citation for x in stats)
     # Numbers of crops may differ, because a sample has one of them.
     num_crops = max(x.latents_shape[0] for x in stats)
     return dataclasses.replace(
         stats[0],
         **moments,
         latents_shape=(num_crops, *stats[0].latents_shape[1:]),
-        text_max_tokens=max(limits) if all(limits) else 0,
-        num_tokens=mixtures[0].size if stats[0].num_tokens else 0,
+        text_max_tokens=text_max_tokens,
+        num_tokens=num_tokens,
         vae=named.vae,
         latent_scale=named.latent_scale,
         license=' and '.join(licenses),
-        citation='\n'.join(dict.fromkeys(x.citation for x in stats if x.citation)),
+        citation='\n'.join(filter(None, citations)),
     )
 
 
@@ -203,16 +219,23 @@ def check_latents(sources: Sequence[MixSource]) -> None:
     Raises a ValueError, which names two data sets, where they cannot.
     """
     # Moments have twice the channels of latents that were drawn from them.
+    first_stored = sources[0].stored
     for source in sources[1:]:
-        if source.stored.moments != sources[0].stored.moments:
-            first = sources[0].stored.moments or 'none'
+        if source.stored.moments != first_stored.moments:
+            first = first_stored.moments or 'none'
             other = source.stored.moments or 'none'
             raise ValueError(
                 f'{source.stored.folder}: its moments are {other!r}, those of '
-                f'{sources[0].stored.folder} {first!r}; build them with one setting of moments'
+                f'{first_stored.folder} {first!r}; build them with one setting of moments'
             )
     # Names first, which leave no doubt. Not every data set has one: then its numbers must do.
-    with_vae = [x for x in sources if schema.META_VAE in x.stored.metadata]
+    _check_vae_names([x for x in sources if schema.META_VAE in x.stored.metadata])
+    stats_names = {schema.META_LATENT_MEAN, schema.META_LATENT_STD}
+    _check_latent_stats([x for x in sources if x.stored.metadata.keys() >= stats_names])
+
+
+def _check_vae_names(with_vae: Sequence[MixSource]) -> None:
+    """Raises a ValueError if the metadata of sources name several VAEs."""
     for source in with_vae[1:]:
         vae = source.stored.metadata[schema.META_VAE]
         first_vae = with_vae[0].stored.metadata[schema.META_VAE]
@@ -221,8 +244,10 @@ def check_latents(sources: Sequence[MixSource]) -> None:
                 f'{source.stored.folder}: its latents come from VAE {vae!r}, those of '
                 f'{with_vae[0].stored.folder} from {first_vae!r}; mix only data sets of one VAE'
             )
-    stats_names = {schema.META_LATENT_MEAN, schema.META_LATENT_STD}
-    with_stats = [x for x in sources if x.stored.metadata.keys() >= stats_names]
+
+
+def _check_latent_stats(with_stats: Sequence[MixSource]) -> None:
+    """Raises a ValueError if the statistics of sources can hardly be those of one VAE."""
     for source in with_stats[1:]:
         mean, std = _latent_stats(source)
         first_mean, first_std = _latent_stats(with_stats[0])
@@ -239,8 +264,8 @@ def check_latents(sources: Sequence[MixSource]) -> None:
         larger_std = np.maximum(std, first_std)
         std_ratio = larger_std / np.maximum(smaller_std, 1e-12)
         mean_distance = np.abs(mean - first_mean) / larger_std
-        is_other = (std_ratio > _MAX_STD_RATIO).any() or (mean_distance > _MAX_MEAN_DISTANCE).any()
-        if is_other and not source.same_vae:
+        is_other = (std_ratio > _MAX_STD_RATIO) | (mean_distance > _MAX_MEAN_DISTANCE)
+        if is_other.any() and not source.same_vae:
             raise ValueError(
                 f"{problem}: if one VAE made both, say so with 'same_vae': True in its entry of mix"
             )
@@ -338,7 +363,7 @@ class ReadOptions:
         """The features to read; by default with the text that all sources have, if any."""
         if self.features is not None:
             return tuple(self.features)
-        names = schema.KEY, schema.LATENTS, CROP
+        names = (schema.KEY, schema.LATENTS, CROP)
         # `names` has no text, so texts of several encoders are no error here.
         kinds = {mixture.feature for mixture in choose_texts(self.sources, self.text, names)}
         # A source without text has the kind ''.
@@ -404,7 +429,8 @@ class ReadOptions:
         advice = f'batch_size={fitting_size}'
         if lanes is not None:
             # Multiples of the number of processes that divide the batch.
-            divisors = [n for n in range(count, fitting_size + 1, count) if fitting_size % n == 0]
+            multiples = range(count, fitting_size + 1, count)
+            divisors = [n for n in multiples if fitting_size % n == 0]
             nearest = min(divisors, key=lambda n: abs(n - lanes))
             problem += f' with lanes={lanes}'
             advice += f' with lanes={nearest}'

@@ -149,18 +149,14 @@ def _signature(
     spec: Mapping[str, ArraySpec], size: int | None, has_one_shape: bool = True
 ) -> dict[str, tf.TensorSpec]:
     """Returns the specifications of a generator's batches; latents may have several shapes."""
-
-    def shape(name: str) -> list[int | None]:
-        row_shape: list[int | None] = [*spec[name].shape[1:]]
-        if name == schema.LATENTS and not has_one_shape:
-            row_shape = [None] * len(row_shape)
-        return [size, *row_shape]
-
     signature = {}
-    for name, (_, dtype) in spec.items():
+    for name, (shape, dtype) in spec.items():
+        row_shape: tuple[int | None, ...] = shape[1:]
+        if name == schema.LATENTS and not has_one_shape:
+            row_shape = (None,) * len(row_shape)
         # Captions are bytes objects in NumPy's arrays.
         tensor_dtype = tf.string if dtype.hasobject else dtype
-        signature[name] = tf.TensorSpec(shape(name), tensor_dtype)
+        signature[name] = tf.TensorSpec((size, *row_shape), tensor_dtype)
     return signature
 
 
@@ -168,7 +164,8 @@ def _array_specs(dataset: tf.data.Dataset) -> dict[str, ArraySpec]:
     """Returns shape and dtype of the arrays in the batches of a data set."""
     specs = {}
     for name, x in dataset.element_spec.items():
-        specs[name] = ArraySpec(tuple(x.shape), np.dtype(x.dtype.as_numpy_dtype))
+        dtype = np.dtype(x.dtype.as_numpy_dtype)
+        specs[name] = ArraySpec(tuple(x.shape), dtype)
     return specs
 
 
@@ -304,6 +301,7 @@ def _choose_samples(
     # TensorFlow does not know the shapes that a function of NumPy returns.
     crops, drops, seeds = (tf.ensure_shape(x, epoch.shape) for x in choices)
     crop_positions = tf.cast(crops - schema.middle_crop(num_crops), tf.int32)
+    # All that a batch may have; of these, it has what its features name.
     samples = batch | {CROP: crop_positions, DROP_TEXT: drops, NOISE_SEED: seeds, MASK: mask}
     if schema.LATENTS in features.features:
         samples[schema.LATENTS] = tf.gather(batch[schema.LATENTS], crops, axis=1, batch_dims=1)

@@ -75,16 +75,19 @@ def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:
     rows: dict[int, set[int]] = {}
     device_indices: Mapping[Any, Any] = sharding.devices_indices_map((count,))
     for device, (index,) in device_indices.items():
-        rows.setdefault(device.process_index, set()).update(range(*index.indices(count)))
+        device_rows = range(*index.indices(count))
+        rows.setdefault(device.process_index, set()).update(device_rows)
+    share_of = {process: tuple(sorted(numbers)) for process, numbers in rows.items()}
     # Each share once, in the order of the rows: processes count as many as hold different rows.
-    shares = sorted({tuple(sorted(x)) for x in rows.values()})
+    shares = sorted(set(share_of.values()))
     # Shares that overlap have more rows together than the array.
     if sum(map(len, shares)) != count:
         raise ValueError(
             f'{sharding}: the rows that processes hold of a batch overlap; expected of any two '
             'processes that they hold the same rows, or no row in common'
         )
-    return shares.index(tuple(sorted(rows[jax.process_index()]))), len(shares)
+    own_share = share_of[jax.process_index()]
+    return shares.index(own_share), len(shares)
 
 
 @overload

@@ -80,7 +80,8 @@ def plan_training(options: TrainOptions) -> ReadPlan:
     # The stride begins with the first batch, and not with the beginning of the data.
     cursor = cursor.after(options.start_step)._replace(stride=options.stride)
     if orders:
-        steps_per_epoch = sum(x.lane_length for x in orders) / shares.per_lane
+        lane_length = sum(order.lane_length for order in orders)
+        steps_per_epoch = lane_length / shares.per_lane
     else:
         # Mock data do not say how many records they have.
         split = sources[0].stored.splits.get(options.split)
@@ -127,7 +128,8 @@ def _order_digest(options: TrainOptions, has_lanes: bool) -> str:
     # An ordinary shuffle is the same with any number of lanes.
     if not has_lanes:
         order['lanes'] = 1
-    return json_digest.sha256(options.source.identity(options.split) | order)[:16]
+    identity = options.source.identity(options.split)
+    return json_digest.sha256(identity | order)[:16]
 
 
 def _check_no_lockstep(sources: Sequence[MixSource], orders: Sequence[Order]) -> None:
@@ -333,16 +335,17 @@ class TrainReader:
     def _check_specs(self) -> None:
         """Raises a ValueError if sources have columns of other shapes or dtypes."""
         specs = [reader.spec(1) for reader in self._readers]
+        first_source = self.plan.sources[0]
         for source, source_specs in zip(self.plan.sources, specs, strict=True):
             for name, spec in source_specs.items():
                 expected = specs[0][name]
                 # Latents of another shape come in batches of their own.
-                if name != schema.LATENTS and spec != expected:
-                    raise ValueError(
-                        f'{source.stored.folder}: {name!r} is {spec.dtype} {spec.shape[1:]}, '
-                        f'expected {expected.dtype} {expected.shape[1:]} as in '
-                        f'{self.plan.sources[0].stored.folder}'
-                    )
+                if name == schema.LATENTS or spec == expected:
+                    continue
+                raise ValueError(
+                    f'{source.stored.folder}: {name!r} is {spec.dtype} {spec.shape[1:]}, expected '
+                    f'{expected.dtype} {expected.shape[1:]} as in {first_source.stored.folder}'
+                )
 
 
 def _batches_of_shape(stage: Stage, shape: int, first: int, stride: int) -> Iterator[int]:
@@ -386,6 +389,7 @@ def _join_shares(shares: list[Batch], steps: slice) -> Batch:
     batch = {}
     for name in shares[0]:
         # A batch is in the order of the lanes and, within a lane, of the sources.
-        values = np.concatenate([share[name][:, steps] for share in shares], axis=2)
+        by_source = [share[name][:, steps] for share in shares]
+        values = np.concatenate(by_source, axis=2)
         batch[name] = values.reshape(-1, *values.shape[3:])
     return batch
