@@ -55,7 +55,8 @@ def exif_bomb() -> bytes:
 def scans(width: int, height: int, number: int) -> bytes:
     """A progressive JPEG with one of its scans so many times."""
     data = encode(Image.new('RGB', (width, height)), 'JPEG', progressive=True)
-    second, third = [match.start() for match in re.finditer(b'\xff\xda', data)][1:3]
+    starts = [match.start() for match in re.finditer(b'\xff\xda', data)]
+    _, second, third, *_ = starts
     return data[:third] + data[second:third] * number + data[third:]
 
 
@@ -81,6 +82,7 @@ def make_large(pixels: int) -> list[tuple[str, bytes]]:
 def damage(data: bytes, random: np.random.Generator) -> bytes:
     """The data, cut, or with bits flipped, or a stretch cleared, removed, repeated or replaced."""
     start, end = sorted(random.integers(0, len(data) + 1, 2).tolist())
+    # A stretch of at most 63 bytes.
     near = min(end, start + int(random.integers(1, 64)))
     kind = random.integers(6)
     if kind == 0:
@@ -123,13 +125,17 @@ def srgb_profile() -> bytes:
 
 def many_stages(number: int) -> bytes:
     """An ICC profile that adds 0.001 to the red of all colours so many times."""
+    # A matrix of 3 x 3, and what is added.
     stage = struct.pack('>4sIHH', b'matf', 0, 3, 3)
     stage += struct.pack('>12f', 1, 0, 0, 0, 1, 0, 0, 0, 1, 0.001, 0, 0)
+    # All places are that of the one stage, behind them.
     places = struct.pack('>II', 16 + 8 * number, len(stage)) * number
     stages = struct.pack('>4sIHHI', b'mpet', 0, 3, 3, number) + places + stage
+    # The only tag is that of colours to be shown.
+    tags = struct.pack('>I4sII', 1, b'D2B0', 144, len(stages))
     header = bytearray(srgb_profile()[:128])
     header[:4] = struct.pack('>I', 144 + len(stages))
-    return bytes(header) + struct.pack('>I4sII', 1, b'D2B0', 144, len(stages)) + stages
+    return bytes(header) + tags + stages
 
 
 def _of_no_kind() -> dict[str, bytes]:

@@ -21,6 +21,8 @@ END = b'this ends the worker'
 
 
 class MadeImage(NamedTuple):
+    """An image file, and what goes with it."""
+
     name: str
     data: bytes
     fields: dict[str, Any]  # key, caption, score
@@ -37,6 +39,7 @@ def make_images(
         coarse = random.integers(0, 256, (4, 4, 3), np.uint8)
         image = Image.fromarray(coarse).resize((width, height))
         exif = Image.Exif()
+        # The orientation: to be turned by 90 degrees.
         if number % 4 == 3:
             exif[0x0112] = 6
         suffix = list(SUFFIXES)[number % 3]
@@ -58,8 +61,10 @@ def write(folder: pathlib.Path, kind: str, images: Sequence[MadeImage]) -> pathl
         for half, name in ((images[::2], '00000.tar'), (images[1::2], '00001.tar')):
             samples = {}
             for image in half:
-                number, suffix = image.name.split('.')[1:]
-                fields = {**image.fields, 'key': f'{image.fields["key"]:09}'}
+                _, number, suffix = image.name.split('.')
+                # As img2dataset writes it, a text with zeros in front.
+                key = f'{image.fields["key"]:09}'
+                fields = image.fields | {'key': key}
                 caption = fields.pop('caption')
                 samples[number] = {suffix: image.data, 'txt': caption, 'json': fields}
             latent_files.write_tar(folder / name, samples)
@@ -68,23 +73,26 @@ def write(folder: pathlib.Path, kind: str, images: Sequence[MadeImage]) -> pathl
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        rows = [
-            {**x.fields, 'image': {'bytes': x.data, 'path': x.name}, 'text': x.fields['caption']}
-            for x in images
-        ]
-        table = pa.Table.from_pylist(rows).drop_columns('caption')
+        rows = []
+        for image in images:
+            row = dict(image.fields)
+            caption = row.pop('caption')
+            row |= {'image': {'bytes': image.data, 'path': image.name}, 'text': caption}
+            rows.append(row)
+        table = pa.Table.from_pylist(rows)
         pq.write_table(table, folder / 'train-00000-of-00001.parquet', row_group_size=5)
         return folder
+    rows = []
     for number, image in enumerate(images):
-        path = folder / str(number % 2) / image.name
+        name = f'{number % 2}/{image.name}'
+        rows.append({'file_name': name} | image.fields)
+        path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(image.data)
         if kind == 'txt':
             path.with_suffix('.txt').write_text(image.fields['caption'])
         elif kind == 'json':
             path.with_suffix('.json').write_text(json.dumps(image.fields))
-    names = [f'{number % 2}/{image.name}' for number, image in enumerate(images)]
-    rows = [{'file_name': n, **x.fields} for n, x in zip(names, images, strict=True)]
     if kind == 'jsonl':
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         (folder / 'metadata.jsonl').write_text('\n'.join(lines))

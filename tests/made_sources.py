@@ -28,20 +28,24 @@ def write_pt(
     replace: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a `.pt` file; `replace` adds or replaces entries of its dict, None removes one."""
-    content = {
+    entries = {
         schema.PT_KEYS: torch.tensor(keys, dtype=torch.int64),
         schema.PT_LATENTS: make_latents(len(keys), dtype, seed=sum(keys)),
     } | (replace or {})
+    content = {name: value for name, value in entries.items() if value is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name: value for name, value in content.items() if value is not None}, path)
+    torch.save(content, path)
 
 
 def write_captions(folder: pathlib.Path, texts: Mapping[int, str | None]) -> None:
     """Writes the Parquet file of captions."""
+    keys = list(texts)
+    short_texts = [f'short {key}' for key in keys]
+    # With their types: some sources have no rows, or nulls alone.
     columns = {
-        schema.PARQUET_KEY: pa.array(list(texts), pa.int64()),
+        schema.PARQUET_KEY: pa.array(keys, pa.int64()),
         schema.DEFAULT_CAPTION_COLUMN: pa.array(list(texts.values()), pa.string()),
-        'caption': pa.array([f'short {key}' for key in texts], pa.string()),
+        'caption': pa.array(short_texts, pa.string()),
     }
     pq.write_table(pa.table(columns), folder / schema.CAPTIONS_FILE)
 
@@ -53,9 +57,12 @@ def write_source(
     replace: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
     """Writes a whole source: `files` holds the keys of each `.pt` file; every key has a caption."""
+    texts: dict[int, str | None] = {}
     for number, keys in enumerate(files):
         write_pt(latents_file(folder, number), keys, dtype, replace)
-    write_captions(folder, {key: f'Caption of {key}.' for keys in files for key in keys})
+        for key in keys:
+            texts[key] = f'Caption of {key}.'
+    write_captions(folder, texts)
     return folder
 
 
@@ -69,7 +76,8 @@ def rename_columns(
     names = {schema.PT_KEYS: key, schema.PT_LATENTS: latents}
     for path in sorted((source / schema.LATENTS_FOLDER).iterdir()):
         content = torch.load(path, weights_only=True)
-        torch.save({names.get(x, x): y for x, y in content.items()}, path)
+        renamed = {names.get(name, name): value for name, value in content.items()}
+        torch.save(renamed, path)
     table = pq.read_table(source / schema.CAPTIONS_FILE)
     (source / schema.CAPTIONS_FILE).unlink()
     table = table.select([schema.PARQUET_KEY, schema.DEFAULT_CAPTION_COLUMN])
@@ -98,7 +106,8 @@ def write_sidecar(
 ) -> pathlib.Path:
     """Writes text embeddings as float16, as of the captions of `source`; None drops `metadata`."""
     dim = len(next(iter(embeddings.values())))
-    flat = pa.array(np.concatenate(list(embeddings.values())).astype(np.float16))
+    numbers = np.concatenate(list(embeddings.values())).astype(np.float16)
+    flat = pa.array(numbers)
     entries = {
         schema.META_TEXT_ENCODER: 'made-up',
         schema.META_TEXT_REVISION: '1',
@@ -125,5 +134,6 @@ def captions_digest(source: pathlib.Path, column: str = schema.DEFAULT_CAPTION_C
     """What a sidecar that is made of these captions says of them."""
     path = str(source / schema.CAPTIONS_FILE)
     with tempfile.TemporaryDirectory() as folder:
-        captions.join_texts({path: path}, column, f'{folder}/captions')
-        return keyed_values.KeyedValues(f'{folder}/captions').facts['digest']
+        joined = f'{folder}/captions'
+        captions.join_texts({path: path}, column, joined)
+        return keyed_values.KeyedValues(joined).facts['digest']

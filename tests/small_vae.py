@@ -15,9 +15,11 @@ _WIDTH = 8
 
 def make(folder: pathlib.Path, channels: int = 4, halvings: int = 1) -> pathlib.Path:
     """Writes an `AutoencoderTiny`, of latents with so many channels; returns the folder."""
-    square, inner = (_WIDTH, _WIDTH, 3, 3), range(1, halvings + 1)
-    without_bias = {f'encoder.layers.{i}' for i in inner}
-    without_bias |= {f'decoder.layers.{2 * i + 1}' for i in inner}
+    square = _WIDTH, _WIDTH, 3, 3
+    without_bias = set()
+    for number in range(1, halvings + 1):
+        without_bias.add(f'encoder.layers.{number}')
+        without_bias.add(f'decoder.layers.{2 * number + 1}')
     shapes = dict.fromkeys(sorted(without_bias), square) | {
         'decoder.layers.0': (_WIDTH, channels, 3, 3),
         f'decoder.layers.{2 * halvings + 2}': (3, _WIDTH, 3, 3),
@@ -32,7 +34,8 @@ def make(folder: pathlib.Path, channels: int = 4, halvings: int = 1) -> pathlib.
 def make_kl_encoder(folder: pathlib.Path, channels: int = 4) -> pathlib.Path:
     """Writes the encoder of an `AutoencoderKL`, which gives moments."""
     blocks = 'down_blocks.0.', 'down_blocks.1.', 'mid_block.'
-    resnets = [f'{block}resnets.0' for block in blocks] + ['mid_block.resnets.1']
+    resnets = [f'{block}resnets.0' for block in blocks]
+    resnets.append('mid_block.resnets.1')
     square = (_WIDTH, _WIDTH, 3, 3)
     shapes = {
         'encoder.conv_in': (_WIDTH, 3, 3, 3),
@@ -56,9 +59,11 @@ def make_with_diffusers(folder: pathlib.Path, kind: str, **options) -> torch.nn.
         blocks = ['DownEncoderBlock2D'] * 3, ['UpDecoderBlock2D'] * 3
         options |= dict(zip(('down_block_types', 'up_block_types'), blocks, strict=True))
         options |= {'block_out_channels': (32, 64, 128), 'layers_per_block': 2}
-    vae = getattr(diffusers, kind)(latent_channels=4, **options).eval()
+    vae_class = getattr(diffusers, kind)
+    vae = vae_class(latent_channels=4, **options).eval()
     for weight in vae.parameters():
-        if weight.ndim == 1:  # scales and biases begin as ones and zeros
+        # Scales and biases begin as ones and zeros, with which a mistake would not show.
+        if weight.ndim == 1:
             torch.nn.init.uniform_(weight, -0.5, 0.5)
     vae.save_pretrained(folder)
     return vae

@@ -16,6 +16,7 @@ SETTINGS = {'shard_bytes': 400_000, 'validation_fraction': 0.2}
 
 
 def final_folder(out: pathlib.Path) -> pathlib.Path:
+    """Where the data set of a config `x` lies in a folder of data sets."""
     return out / 'coyo11m_tfds' / 'x' / '1.0.0'
 
 
@@ -25,16 +26,20 @@ class Build:
     def __init__(self, env: dict[str, str], *arguments: str):
         self._folder = tempfile.mkdtemp()
         self._process = children.fork(build_program.run, self._folder, env, *arguments)
-        atexit.register(self._process.kill)  # so that a failed test waits for nobody
+        # So that a failed test waits for nobody.
+        atexit.register(self._process.kill)
         self.pid: int = self._process.pid or 0
 
     def poll(self) -> int | None:
+        """Returns the exit status, negative after a signal; None as long as it runs."""
         return self._process.exitcode
 
     def kill(self) -> None:
+        """Kills the process; its workers end with it."""
         self._process.kill()
 
     def send_signal(self, number: int) -> None:
+        """Sends a signal to the process alone."""
         os.kill(self.pid, number)
 
     def end(self) -> subprocess.CompletedProcess:
@@ -44,18 +49,23 @@ class Build:
         finally:
             self._process.kill()
             self._process.join()
-        # A process that was killed before its first line has neither.
-        files = (pathlib.Path(self._folder, name) for name in ('out', 'err'))
-        out, err = (file.read_text() if file.exists() else '' for file in files)
+        texts = []
+        for name in ('out', 'err'):
+            file = pathlib.Path(self._folder, name)
+            # A process that was killed before its first line has neither.
+            texts.append(file.read_text() if file.exists() else '')
         shutil.rmtree(self._folder)
-        return subprocess.CompletedProcess([], self._process.exitcode or 0, out, err)
+        return subprocess.CompletedProcess([], self._process.exitcode or 0, *texts)
 
 
 def start(
     source: object, final: object, env: dict | None = None, settings: dict | None = None, **options
 ) -> Build:
-    fields = {'num_workers': 1} | options, SETTINGS | (settings or {})
-    return Build(env or {}, str(source), str(final), *map(json.dumps, fields))
+    """Starts a build; `options` and `settings` are those of `build_program.build`."""
+    options = {'num_workers': 1} | options
+    settings = SETTINGS | (settings or {})
+    # The arguments of a process are texts.
+    return Build(env or {}, str(source), str(final), json.dumps(options), json.dumps(settings))
 
 
 def run(source: object, final: object, **options) -> subprocess.CompletedProcess:
@@ -66,6 +76,7 @@ def run(source: object, final: object, **options) -> subprocess.CompletedProcess
 
 
 def is_complete(final: pathlib.Path) -> bool:
+    """Whether a data set is in its folder: this file comes last."""
     return (final / 'dataset_info.json').exists()
 
 
@@ -81,9 +92,12 @@ class Place:
 
     def start(self, job: tuple[int, int] | None = None, **options) -> Build:
         """Starts a build, as process `job[0]` of `job[1]` if that is given."""
-        ranks = {'RANK': str(job[0]), 'WORLD_SIZE': str(job[1])} if job else {}
+        env = self._env
+        if job:
+            index, count = job
+            env = env | {'RANK': str(index), 'WORLD_SIZE': str(count)}
         options |= {'scratch_dir': str(self._scratch)}
-        return start(self._source, self._final.folder, env=self._env | ranks, **options)
+        return start(self._source, self._final.folder, env=env, **options)
 
     def put(self, files: dict[str, bytes]) -> None:
         """Makes them the data set."""
@@ -96,8 +110,10 @@ class Place:
 
     def others(self) -> set[str]:
         """What is there beside the files of the data set."""
-        return self._folder.sizes().keys() - {f'1.0.0/{name}' for name in self.read()}
+        own_names = {f'1.0.0/{name}' for name in self.read()}
+        return self._folder.sizes().keys() - own_names
 
     def clear(self) -> None:
+        """Removes the data set, and what builds have left."""
         self._folder.remove(self._folder.sizes())
         shutil.rmtree(self._scratch, ignore_errors=True)

@@ -24,7 +24,8 @@ def build(source: str, final: str, options: str = '{}', settings: str = '{}') ->
 def write_info(dataset: driver.BuiltDataset) -> None:
     """Stands for TFDS' own files."""
     folder = pathlib.Path(dataset.folder)
-    template = schema.of_build('{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}', dataset.plan.build)
+    name = '{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}'
+    template = schema.of_build(name, dataset.plan.build)
     splits = [{'name': split, 'filepathTemplate': template} for split in dataset.splits]
     (folder / schema.INFO_FILE).write_text(json.dumps({'splits': splits}))
     (folder / schema.FEATURES_FILE).write_text('{}')

@@ -29,7 +29,6 @@ def make_plan(
 
 def write(made: plan.BuildPlan, work: pathlib.Path, num_workers: int = 1) -> list[ShardResult]:
     """Writes what is missing of a plan; shards are in `data_folder(work)`."""
-
     scratch = Scratch(work / 'source')
     engine = functools.partial(
         local_runner.write_with_workers, scratch=scratch, local='', num_workers=num_workers
@@ -45,7 +44,8 @@ def data_folder(work: pathlib.Path) -> pathlib.Path:
 
 def planned_keys(made: plan.BuildPlan) -> dict[str, list[list[int]]]:
     """Keys of every shard, by split."""
-    splits: dict[str, list[list[int]]] = {}
+    keys_of_splits: dict[str, list[list[int]]] = {}
     for task in sorted(made.tasks, key=lambda task: task.index):
-        splits.setdefault(task.split, []).append(task.inputs.open().keys.tolist())
-    return splits
+        keys = task.inputs.open().keys
+        keys_of_splits.setdefault(task.split, []).append(keys.tolist())
+    return keys_of_splits

