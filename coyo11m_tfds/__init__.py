@@ -17,8 +17,11 @@ from coyo11m_tfds.process import programs
 
 __version__ = '0.1.0'
 
+# Before the program imports what takes seconds.
 programs.announce_on_terminal()
 
+# TFDS' command imports this package after it has parsed its flags, and has no other place at which
+# a data set could prepare it.
 if programs.runs_tfds():
     from coyo11m_tfds import build
 

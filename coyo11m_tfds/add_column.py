@@ -122,17 +122,10 @@ def add(
         key_batches += _read_record_keys(edit.stored)
         keys = np.concatenate(key_batches)
         values = _join_values(edit, files, column, keys)
-        # `places` are the numbers of the records that have a value.
-        missing = np.delete(keys, values.places)
-        if len(missing):
-            remedy = 'Add rows for their keys.'
-            if text:
-                remedy = 'Embed a column without blank captions, or build with text_embeddings.'
-            raise ValueError(
-                f'{origin}: has no value for {len(missing):,} of {len(keys):,} records of '
-                f'{edit.stored.folder}, such as key {missing[0]}, and every record needs a value. '
-                f'{remedy}'
-            )
+        remedy = 'Add rows for their keys.'
+        if text:
+            remedy = 'Embed a column without blank captions, or build with text_embeddings.'
+        _check_complete(values, keys, origin, edit.stored.folder, remedy)
         new_column = _write_values(edit, name, values)
         kept_columns = _columns_without(name, edit.stored)
         # The new files have the names of the old ones: no reader may take one for the other.
@@ -141,6 +134,21 @@ def add(
         new_files = list(new_column.files.values())
         edit.commit({**kept_columns, name: new_column}, new_files)
         return new_column
+
+
+def _check_complete(
+    values: KeyedValues, keys: np.ndarray, origin: str, folder: str, remedy: str
+) -> None:
+    """Raises a ValueError, which ends with the remedy, if a record has no value.
+
+    `keys` are those of all records, int64 `(n,)`; the `places` of values are indices of them.
+    """
+    missing = np.delete(keys, values.places)
+    if len(missing):
+        raise ValueError(
+            f'{origin}: has no value for {len(missing):,} of {len(keys):,} records of {folder}, '
+            f'such as key {missing[0]}, and every record needs a value. {remedy}'
+        )
 
 
 def _join_values(

@@ -291,6 +291,7 @@ def check_quota(data: str, *, samples_per_second: float, chunk: int, num_process
     """Compares the requests of a run that reads a data set on the hub with the account's quota."""
     try:
         stored = stored_dataset.open_data(data)
+        # The hub alone, which keeps versions, counts requests against a quota.
         if not storage.class_of(stored.folder).keeps_versions:
             return Finding('quota', PASS, f'{data} is not on the hub and needs none')
         use = hub_use.estimate_use(
@@ -326,6 +327,7 @@ class _WarningPrinter(logging.Handler):
     num_warnings = 0
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Prints a record as one line, and counts it."""
         self.num_warnings += 1
         text = ' '.join(record.getMessage().split())
         command_line.print_lines(Finding('warning', WARN, text), file=sys.stderr)

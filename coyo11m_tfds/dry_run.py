@@ -7,7 +7,7 @@ dry_run.num_records, dry_run.num_bytes
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from coyo11m_tfds.convert.build_settings import BuildSettings, check_build_memory
 from coyo11m_tfds.process.sizes import format_bytes, format_count
@@ -38,10 +38,10 @@ class DryRun:
 def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
     """Returns the plan of a build, or an estimate where captions are not read in seconds.
 
-    Raises a ValueError or an OSError for a source that cannot be built.
+    Raises a ValueError or an OSError for a source that cannot be built, and a ModuleNotFoundError
+    without the packages of the extra `convert`.
     """
-    # Both import packages of the extra `convert` of the installation, which the other checks do
-    # without: a missing one is a finding, and no end of the program.
+    # Both import packages of that extra, which the other checks of `doctor` do without.
     from coyo11m_tfds.convert.plan import make_plan
     from coyo11m_tfds.convert.source_contents import examine_source
 
@@ -53,18 +53,11 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
     with tempfile.TemporaryDirectory() as folder:
         source_contents = examine_source(source, settings, folder, heads)
         source = source_contents.folder
-        file_bytes = _count_bytes(files)
-        caption_bytes = _count_bytes(source.caption_files)
         dry_run = DryRun(
             source=_describe_source(source),
             scratch_bytes=_estimate_scratch_bytes(source, settings),
         )
-        # A build reads the captions to the end, or whole files where captions lie with the latents.
-        is_remote = not files[0].local_path
-        is_read_soon = (caption_bytes or file_bytes) <= _EXACT_BYTES[is_remote]
-        # A plan also needs the head of every file, each of which takes a request.
-        has_few_heads = not is_remote or len(files) <= _HEADS
-        if is_read_soon and has_few_heads:
+        if _is_planned_soon(source, files):
             plan = make_plan(source, settings, scratch.Scratch(f'{folder}/source'), folder)
             # A task makes a shard, of which the last segment ends with the last record.
             num_records = sum(task.segments[-1].records.stop for task in plan.tasks)
@@ -75,14 +68,25 @@ def plan_or_estimate(place: str, settings: BuildSettings) -> DryRun:
                 num_shards=len(plan.tasks),
                 dropped=plan.dropped.counts,
             )
-        # The other files have as many rows a byte as those whose heads were read.
-        head_file_bytes = _count_bytes(heads)
-        num_rows = source_contents.latents.num_rows * file_bytes // head_file_bytes
-        check_build_memory(num_rows, settings.num_workers)
-        num_bytes = caption_bytes
-        if not settings.in_place:
-            num_bytes += file_bytes
-        return dataclasses.replace(dry_run, num_records=num_rows, num_bytes=num_bytes)
+        num_rows_in_heads = source_contents.latents.num_rows
+    # The other files have as many rows a byte as those whose heads were read.
+    num_rows = num_rows_in_heads * _count_bytes(files) // _count_bytes(heads)
+    check_build_memory(num_rows, settings.num_workers)
+    num_bytes = _count_bytes(source.caption_files)
+    if not settings.in_place:
+        num_bytes += _count_bytes(files)
+    return dataclasses.replace(dry_run, num_records=num_rows, num_bytes=num_bytes)
+
+
+def _is_planned_soon(source: SourceFolder, files: Sequence[StoredFile]) -> bool:
+    """Returns whether a plan of a source takes seconds; `files` are those of its latents."""
+    # A build reads the captions to the end, or whole files where captions lie with the latents.
+    num_bytes = _count_bytes(source.caption_files) or _count_bytes(files)
+    is_remote = not files[0].local_path
+    if num_bytes > _EXACT_BYTES[is_remote]:
+        return False
+    # A plan also needs the head of every file, each of which takes a request.
+    return not is_remote or len(files) <= _HEADS
 
 
 def _describe_source(source: SourceFolder) -> str:

@@ -335,11 +335,13 @@ def _make_parts(sidecar_parts: SidecarParts, share: tuple[int, int], staging: st
             missing.append(number)
             num_captions += num_captions_of_part
     logging.info('parts to make: %d', len(missing))
+    # Of this share alone: what other processes make is not waited for.
     with Progress('Embedding', num_captions + num_kept, 'captions') as progress:
         if num_kept:
             progress.skip(num_kept)
 
         def count_batch(num_captions: int, num_tokens: int) -> None:
+            """Counts a batch that has been encoded."""
             progress.add(num_captions, tokens=num_tokens)
 
         longest = sidecar_parts.make(missing, staging, count_batch)

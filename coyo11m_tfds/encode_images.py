@@ -182,6 +182,7 @@ def _encode_parts(
             tars.counts.leave_texts(part.unused_texts)
             # Whatever else the files hold, such as captions.
             progress.add(part.num_bytes - tars.num_bytes, parts=1)
+            # One after the other, so that a killed run has lost at most one part.
             folder.store_part(number, tars)
             num_encoded += tars.counts.shapes.total() - tars.num_kept
     return num_encoded

@@ -78,10 +78,12 @@ def mirror(
         ValueError: A wrong argument, no such source, or a file that differs from its checksum.
         OSError: A storage is out of reach, full, or in use by another process.
     """
+    # Arguments come before the source, whose listing may take minutes.
     target = storage.open_writable_folder(destination)
     errors.at_least(1).check('parallel', parallel)
     files = source_folder.find_source(source).with_captions(captions).by_name
     num_bytes = sum(file.size for file in files.values())
+    # A second command for the same folder is refused: it would wait for hours, to copy nothing.
     with locks.hold(target.folder, wait=False):
         copied = CopiedFiles(target)
         missing_files = copied.missing(files)
@@ -112,10 +114,12 @@ def _copy_all(
     stop = threading.Event()
 
     def copy(name: str) -> None:
+        """Copies one file, in a thread; raises a CancelledError after an error of another one."""
         file = files[name]
         remaining = file.size
 
         def count_bytes(num_bytes: int) -> None:
+            """Counts bytes that were copied, and ends the copy if it is not wanted any more."""
             nonlocal remaining
             if stop.is_set():
                 raise concurrent.futures.CancelledError

@@ -87,6 +87,7 @@ def make_sample(
     table = pd.DataFrame(columns, index=pd.Index(keys[order], name=schema.PARQUET_KEY))
     path = pathlib.Path(out_dir) / schema.CAPTIONS_FILE
     with file_state.naming(path):
+        # With checksums, by which a build finds damage; pandas writes none unless it is told to.
         table.to_parquet(path, write_page_checksum=True)
     return num_samples
 

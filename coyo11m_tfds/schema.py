@@ -241,6 +241,7 @@ def is_key(value: object) -> bool:
 
 def shard_filename(split: str, index: int, count: int) -> str:
     """Returns the name that TFDS gives to one of `count` shards of a split."""
+    # As TFDS pads them: at least five digits, more where a number has more.
     digits = max(5, len(str(count)))
     return f'{NAME}-{split}.tfrecord-{index:0{digits}}-of-{count:0{digits}}'
 

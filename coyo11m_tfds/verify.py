@@ -251,6 +251,7 @@ class _Verification:
 
         A place has file, row and CRC-32C: uint32 `(n, 3)`.
         """
+        # The empty array is for a data set without latents in place.
         places = [np.empty((0, 3), np.uint32)]
         for column, split in itertools.product(all_columns.values(), splits):
             try:
