@@ -263,8 +263,9 @@ def _check_latent_stats(with_stats: Sequence[MixSource]) -> None:
         smaller_std = np.minimum(std, first_std)
         larger_std = np.maximum(std, first_std)
         std_ratio = larger_std / np.maximum(smaller_std, 1e-12)
-        mean_distance = np.abs(mean - first_mean) / larger_std
-        is_other = (std_ratio > _MAX_STD_RATIO) | (mean_distance > _MAX_MEAN_DISTANCE)
+        # Multiplied, because a deviation of 0 divides nothing.
+        is_far = np.abs(mean - first_mean) > _MAX_MEAN_DISTANCE * larger_std
+        is_other = is_far | (std_ratio > _MAX_STD_RATIO)
         if is_other.any() and not source.same_vae:
             raise ValueError(
                 f"{problem}: if one VAE made both, say so with 'same_vae': True in its entry of mix"

@@ -507,6 +507,9 @@ MADE_BY = {
     'shifted': {'mean': 4.0},
     'wide': {'std': 8.0},
     'deep': {'channels': 16},
+    'constant': {'std': 0.0},
+    'constant_too': {'std': 0.0},
+    'constant_elsewhere': {'std': 0.0, 'mean': 0.6},
     'other_text': {'encoder': 'hf:other'},
     'sdxl': {'vae': 'sdxl'},
     'flux': {'vae': 'flux'},
@@ -539,6 +542,10 @@ OTHER_MAKERS = {
     ),
     'latents of another deviation': (
         ['first', 'wide'],
+        r"have mean .* say so with 'same_vae': True",
+    ),
+    'constant latents of another mean': (
+        ['constant', 'constant_elsewhere'],
         r"have mean .* say so with 'same_vae': True",
     ),
     'embeddings of another encoder': (
@@ -582,6 +589,10 @@ TOGETHER = {
 @pytest.mark.parametrize(('name', 'options'), TOGETHER.values(), ids=TOGETHER)
 def test_latents_of_one_encoder_are_mixed(made, name, options):
     input_pipeline.train_batches([made['first'], made[name] | options], **CHUNK_OF_32)
+
+
+def test_constant_latents_are_mixed(made):
+    input_pipeline.train_batches([made['constant'], made['constant_too']], **CHUNK_OF_32)
 
 
 def test_texts_of_other_encoders_are_mixed_where_they_are_not_read(made):
