@@ -125,7 +125,10 @@ def list_folder(
         ValueError: There is no such folder, unless `missing_ok`.
     """
     opened = open_folder(folder)
-    files = {name: file for name, file in opened.list().items() if not name.startswith('.')}
+    files = {}
+    for name, file in opened.list().items():
+        if not name.startswith('.'):
+            files[name] = file
     # Asked only if nothing was listed: in a bucket it is one more request.
     if not files and not missing_ok and not opened.exists():
         raise ValueError(f'{folder}: there is no such folder.')

@@ -88,7 +88,11 @@ class ReadableFolder(abc.ABC):
         # A bucket has no folders, so one without files may still have been made by a marker.
         if not files and not self.exists():
             raise FileNotFoundError(self.folder)
-        return {name: file for name, file in files.items() if is_visible(name, suffixes)}
+        visible_files = {}
+        for name, file in files.items():
+            if is_visible(name, suffixes):
+                visible_files[name] = file
+        return visible_files
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of all files below the folder, by relative name; {} without files."""
@@ -230,9 +234,13 @@ def _map_files(
     chosen = sorted(files)
     if names is not None:
         chosen = sorted(files.keys() & set(names))
+    results = {}
     with ThreadPoolExecutor(THREADS) as threads:
-        values = zip(chosen, threads.map(call, chosen), strict=True)
-        return {name: value for name, value in values if value is not None}
+        values = threads.map(call, chosen)
+        for name, value in zip(chosen, values, strict=True):
+            if value is not None:
+                results[name] = value
+    return results
 
 
 def is_visible(name: str, suffixes: Suffixes) -> bool:

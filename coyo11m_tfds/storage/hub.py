@@ -68,7 +68,11 @@ class Hub(RemoteFolder):
         files_below = _files_below(files, _parse_url(self.path_of(sub_folder)).path_in_repo)
         if deep:
             return files_below
-        return {name: file for name, file in files_below.items() if '/' not in name}
+        direct_files = {}
+        for name, file in files_below.items():
+            if '/' not in name:
+                direct_files[name] = file
+        return direct_files
 
     def exists(self) -> bool:
         """Returns whether there are files below the folder: git has no empty ones."""
@@ -211,7 +215,8 @@ def _headers_for(address: str, url: str) -> dict[str, str]:
 
 def _seconds_left(address: str, date: str) -> float:
     """Returns how long a signed address serves, at most an hour; `date` is the hub's present."""
-    query = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
+    parts = urllib.parse.urlsplit(address)
+    query = urllib.parse.parse_qs(parts.query)
     # Seconds since 1970. A hub may also sign in another way, or not at all.
     expires = query.get('Expires', [''])[0]
     # Not `isdigit`, which takes ², of which `float` makes no number.

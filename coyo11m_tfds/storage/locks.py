@@ -131,6 +131,7 @@ def temporary_folder(parent: StrPath, prefix: str) -> Iterator[str]:
 def sweep_folder(parent: StrPath) -> None:
     """Deletes everything in a folder except what living processes hold there."""
     with contextlib.suppress(FileNotFoundError), os.scandir(parent) as entries:
+        # Listed to the end first: what is removed here may be a later entry, such as a lock.
         for path in [entry.path for entry in entries]:
             lock = path if path.endswith(SUFFIX) else path + SUFFIX
             if os.path.exists(lock):

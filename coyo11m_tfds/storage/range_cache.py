@@ -92,7 +92,10 @@ class RangeCache:
 
     def widen(self, file: StoredFile, begin: int, end: int) -> tuple[int, int]:
         """Returns the range of whole pages around a range of a file; only those can be kept."""
-        return begin // _PAGE * _PAGE, min(-(-end // _PAGE) * _PAGE, file.size)
+        first = begin // _PAGE * _PAGE
+        last = _num_pages(end) * _PAGE
+        # The last page of a file may not be full.
+        return first, min(last, file.size)
 
     def read(self, file: StoredFile, begin: int, end: int) -> bytes | None:
         """Returns a range of a file; None unless all of its pages are kept and intact."""
@@ -102,7 +105,8 @@ class RangeCache:
             crcs = _read_crcs(kept, file, first, last)
             # 0 stands for a page that is not kept; one page in 2**32 has this CRC-32C, and is
             # fetched each time.
-            if len(crcs) < _num_pages(last - first) or not crcs.all():
+            num_pages = _num_pages(last - first)
+            if len(crcs) < num_pages or not crcs.all():
                 return None
             data = os.pread(kept.fileno(), last - first, first)
             if np.array_equal(crcs, _compute_crcs(data)):
@@ -143,7 +147,9 @@ class RangeCache:
     def _write(self, file: StoredFile, begin: int, data: bytes, crcs: np.ndarray) -> None:
         """Writes pages and then their checksums, if there is room; OSError if the disk fails."""
         path = self.path_of(file)
-        size = _num_pages(file.size) * (_PAGE + _CRC.itemsize)
+        # Whole pages, and behind them their checksums.
+        num_pages = _num_pages(file.size)
+        size = num_pages * (_PAGE + _CRC.itemsize)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         with naming(path), open(descriptor, 'r+b', buffering=0) as kept:
             kept_crcs = _read_crcs(kept, file, begin, begin + len(data))
@@ -216,7 +222,9 @@ def _num_pages(num_bytes: Any) -> Any:
 
 def _crc_place(file: StoredFile, begin: int) -> int:
     """Returns where the checksum of the page from byte `begin` on lies."""
-    return _num_pages(file.size) * _PAGE + begin // _PAGE * _CRC.itemsize
+    crcs_begin = _num_pages(file.size) * _PAGE
+    page = begin // _PAGE
+    return crcs_begin + page * _CRC.itemsize
 
 
 def _read_crcs(kept: BinaryIO, file: StoredFile, begin: int, end: int) -> np.ndarray:

@@ -203,7 +203,8 @@ class Refused(OSError):
         # The hub explains the error in a header, gs:// in JSON.
         body = response.read(1000).decode(errors='replace')
         message = response.headers.get('X-Error-Message') or json_message(body)
-        super().__init__(f'{response.status} {response.reason}: {" ".join(message.split())}')
+        line = ' '.join(message.split())
+        super().__init__(f'{response.status} {response.reason}: {line}')
 
 
 @contextlib.contextmanager
@@ -236,9 +237,11 @@ def _check_response(
     total = re.fullmatch(r'bytes \d+-\d+/(\d+)', content_range)
     if total and int(total[1]) != file.size:
         raise file_changed(file, f'it has {total[1]} bytes, not {file.size}')
-    if content_range != f'bytes {start}-{stop - 1}/{file.size}':
+    # HTTP names the last byte, and not the one behind it.
+    last = stop - 1
+    if content_range != f'bytes {start}-{last}/{file.size}':
         raise retry.Corrupted(
-            f'{file.path}: requested bytes {start} to {stop - 1}, the response is '
+            f'{file.path}: requested bytes {start} to {last}, the response is '
             f'{response.status} {content_range!r}'
         )
     # gs:// sends the checksum of the whole object with every range.
@@ -283,7 +286,9 @@ def _connect(url: str) -> urllib3.PoolManager:
 
 def _new_digest(file: StoredFile) -> tuple[str, Any]:
     """Returns the kind of the checksum that a file has, and an object that computes it."""
-    kind = (file.checksum or 'sha256:').partition(':')[0]
+    # Without a checksum, any kind: nothing is compared.
+    checksum = file.checksum or 'sha256:'
+    kind, _, _ = checksum.partition(':')
     if kind == 'crc32c':
         return kind, google_crc32c.Checksum()
     digest = hashlib.new(kind.removeprefix('git-'), usedforsecurity=False)
@@ -298,4 +303,5 @@ def _write_all(stream: io.FileIO, block: bytes) -> None:
     unwritten = memoryview(block)
     with naming(stream.name):
         while unwritten:
-            unwritten = unwritten[stream.write(unwritten) :]
+            count = stream.write(unwritten)
+            unwritten = unwritten[count:]

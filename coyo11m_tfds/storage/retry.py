@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from absl import logging
@@ -166,15 +166,23 @@ def seconds(variable: str, default: float) -> float:
 
 def _delay(attempt: int, error: Exception) -> float:
     """Returns the seconds to wait after a failed attempt, counted from 1."""
-    longest = seconds('COYO11M_RETRY_SECONDS', 1.0) * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
+    num_doublings = min(attempt - 1, _MAX_DOUBLINGS)
+    longest = seconds('COYO11M_RETRY_SECONDS', 1.0) * 2**num_doublings
     # Not the shared generator: workers that seed it alike would all retry at the same moment.
     delay = random.SystemRandom().uniform(0.0, longest)
-    return max(delay, min(_server_seconds(error), _MAX_SERVER_SECONDS))
+    server_seconds = min(_server_seconds(error), _MAX_SERVER_SECONDS)
+    return max(delay, server_seconds)
+
+
+def _headers(error: Exception) -> Mapping[str, str]:
+    """Returns the headers of the response that an error is about, of any library; {} without."""
+    response = getattr(error, 'response', None)
+    return getattr(response, 'headers', None) or {}
 
 
 def _server_seconds(error: Exception) -> float:
     """Returns the pause that the server requests, in seconds; 0 if it requests none."""
-    headers = getattr(getattr(error, 'response', None), 'headers', None) or {}
+    headers = _headers(error)
     retry_after = str(headers.get('retry-after', ''))
     # Not `isdigit`, which takes ², of which `float` makes no number.
     if retry_after.isdecimal():
@@ -189,7 +197,7 @@ def _server_seconds(error: Exception) -> float:
 
 def _describe_quota(error: Exception) -> str:
     """Returns which quota of the hub is used up; '' if `error` has another cause."""
-    headers = getattr(getattr(error, 'response', None), 'headers', None) or {}
+    headers = _headers(error)
     used_up = re.match(r'"(\w+)";\s*r=0\b', str(headers.get('ratelimit', '')))
     # The headers come with every response, also with errors of another kind.
     if not used_up or _status(error) != 429:
@@ -272,8 +280,13 @@ def _is_named(error: BaseException, names: dict[str, set[str]]) -> bool:
 
 def _text(error: BaseException) -> str:
     """Returns the type and the first line of an error, at most 300 characters of it."""
-    first_line = next((line for line in str(error).splitlines() if line.strip()), '')
-    return f'{type(error).__name__}: {strip_request(first_line.strip())[:300]}'
+    lines = str(error).strip().splitlines()
+    first_line = ''
+    if lines:
+        first_line = lines[0].strip()
+    # Before it is cut, as half an address would not be known for one.
+    first_line = strip_request(first_line)
+    return f'{type(error).__name__}: {first_line[:300]}'
 
 
 def strip_request(message: str) -> str:

@@ -33,7 +33,10 @@ class ChecksumScan:
 
 def common_path(files: 'Sequence[StoredFile]') -> str:
     """Returns the path of the only file, or that of the folder of several files."""
-    return files[0].path if len(files) == 1 else os.path.dirname(files[0].path)
+    path = files[0].path
+    if len(files) == 1:
+        return path
+    return os.path.dirname(path)
 
 
 AnyScan = TypeVar('AnyScan', bound=ChecksumScan)
@@ -133,11 +136,11 @@ class StoredFile:
         return storage.class_of(self.path).fetch(self, target, on_bytes)
 
     def read(self) -> bytes:
-        """Reads the content of a small file; compares its checksum."""
+        """Reads the content of a small file; compares its CRC-32C, if the storage keeps one."""
         return bytes(self.scan(_ContentScan).content)
 
     def scan(self, make_scan: Callable[[], AnyScan], on_bytes: OnBytes = ignore_bytes) -> AnyScan:
-        """Reads the file into a new scan; if its checksum is wrong, reads it again into another."""
+        """Reads the file into a new scan; if its CRC-32C is wrong, reads it again into another."""
 
         def attempt() -> AnyScan:
             # A new one: what an earlier attempt has received may be damaged.
@@ -201,7 +204,9 @@ class RangeReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Reads into a buffer, as far as the file goes; returns the number of bytes."""
-        length = max(0, min(len(buffer), self._file.size - self._position))
+        # Negative, where `seek` went beyond the end.
+        num_left = self._file.size - self._position
+        length = max(0, min(len(buffer), num_left))
         buffer[:length] = self._file.read_range(self._position, length)
         self._position += length
         return length
