@@ -26,11 +26,14 @@ def unseal(data: bytes) -> dict[str, Any]:
     """Returns the entries in a result of `seal`; raises a ValueError for anything else."""
     try:
         content = json.loads(data)
+        if not isinstance(content, dict):
+            raise ValueError(f'it holds {describe_type(content)}, expected an object')
+        # Removed first: the digest is that of all other entries.
+        digest = content.pop(_DIGEST, None)
+        is_intact = digest == sha256(content)
+    # What could just be read may be nested too deeply to be written for its digest.
     except RecursionError as error:
         raise ValueError('it is nested too deeply') from error
-    if not isinstance(content, dict):
-        raise ValueError(f'it holds {describe_type(content)}, expected an object')
-    # Removed first: the digest is that of all other entries.
-    if content.pop(_DIGEST, None) != sha256(content):
+    if not is_intact:
         raise ValueError('its digest is wrong')
     return content

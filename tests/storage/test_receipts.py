@@ -5,6 +5,7 @@ import pathlib
 import pytest
 
 from coyo11m_tfds import storage
+from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.file_state import FileState
 from coyo11m_tfds.storage.receipts import Receipt, Receipts
 from tests import damages
@@ -72,3 +73,10 @@ def test_files_must_be_in_place_and_unchanged(place):
     assert len(read) == 3
     assert receipts.check_files(read, 'Checking').keys() == {'a'}
     assert receipts.check_files({}, 'Checking') == {}
+
+
+def test_what_is_nested_so_deeply_that_it_is_only_just_read():
+    for depth in range(300, 1100):
+        nested = b'[' * depth + b']' * depth
+        with pytest.raises(ValueError, match=r'^its digest is wrong$|^it is nested too deeply$'):
+            json_digest.unseal(b'{"digest": "x", "a": ' + nested + b'}')
