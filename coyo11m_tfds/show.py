@@ -106,6 +106,9 @@ def _find_record(
     """
     # The smallest split first, because each is read for its keys.
     for split in sorted(data.splits.values(), key=lambda split: split.num_records):
+        # A split without records cannot be read.
+        if not split.num_records:
+            continue
         records = input_pipeline.records(data, split.name, features)
         try:
             number = records.find(key)
@@ -135,7 +138,7 @@ def main() -> None:
     add('--vae', default='', help='folder or hub name of the VAE')
     add('--out', default='', help='file to write, local or gs://: HTML, or PNG of a record')
     add('--key', type=int, help='show the record with this key, in KEY.png by default')
-    add('--num_pictures', type=int, default=page.NUM_PREVIEWS, help='records to show (24)')
+    add('--num_pictures', type=int, default=page.NUM_PREVIEWS, help='records to show (%(default)s)')
     flags = parser.parse_args()
     # A page needs both; of a record, a picture of the latents can be made without a VAE.
     missing = [f'--{name}' for name in ('vae', 'out') if not getattr(flags, name)]

@@ -16,6 +16,7 @@ from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.pictures.latent_rgb import latents_to_rgb
 from tests import small_vae
 from tests.fakes.cloud import Fault
+from tests.reading import small_dataset
 
 SPLITS = 'train', 'validation'
 REPORT = 'report-3f9a1c20.json'
@@ -118,6 +119,15 @@ def test_one_record_is_printed_and_drawn(mini_dataset, tmp_path, command, monkey
     np.testing.assert_array_equal(np.asarray(Image.open('x.png')), np.hstack(decoded))
     status, _, told = command(show, mini_dataset, '--key=5')
     assert (status, 'no record has key 5' in told) == (1, True)
+
+
+def test_a_record_is_found_beside_an_empty_split(tmp_path):
+    path = tmp_path / 'd' / '1.0.0'
+    keys = small_dataset.write(path, {'train': (3, 2), 'validation': (0,)})
+    lines, _ = show.show_record(path, keys['train'][4])
+    assert lines[:2] == ['record 4 of split train', f'key             {keys["train"][4]}']
+    with pytest.raises(ValueError, match='no record has key 7'):
+        show.show_record(path, 7)
 
 
 def test_the_value_of_a_long_name_stands_apart(copy, tmp_path, command):
