@@ -77,6 +77,8 @@ class ReadableFolder(abc.ABC):
     def list_visible(self, sub_folder: str, suffixes: Suffixes) -> dict[str, StoredFile]:
         """Returns the visible files with some suffixes in the folder and one sub-folder of it.
 
+        With '' in the folder alone.
+
         Raises:
             FileNotFoundError: There is no such folder.
             ValueError: A name with a suffix leads to no file.

@@ -85,10 +85,11 @@ class Disk(WritableFolder):
             ValueError: A folder, or a dangling link, has the name of such a file.
         """
         names = os.listdir(self.folder)
-        # It may have no such sub-folder.
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for name in os.listdir(self.path_of(sub_folder)):
-                names.append(f'{sub_folder}/{name}')
+        if sub_folder:
+            # It may have no such sub-folder.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                for name in os.listdir(self.path_of(sub_folder)):
+                    names.append(f'{sub_folder}/{name}')
         files = {}
         for name in names:
             if not is_visible(name, suffixes):

@@ -206,7 +206,9 @@ class RangeReader(io.RawIOBase):
         """Reads into a buffer, as far as the file goes; returns the number of bytes."""
         # Negative, where `seek` went beyond the end.
         num_left = self._file.size - self._position
-        length = max(0, min(len(buffer), num_left))
+        length = min(len(buffer), num_left)
+        if length <= 0:
+            return 0
         buffer[:length] = self._file.read_range(self._position, length)
         self._position += length
         return length

@@ -19,6 +19,7 @@ from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
 from coyo11m_tfds.storage.scratch import Scratch
+from coyo11m_tfds.storage.stored_file import RangeReader
 from tests import children
 from tests.fakes.cloud import Fault
 from tests.fakes.fake_http import Call, Reply
@@ -99,6 +100,23 @@ def test_removing(folder):
     assert folder.sizes() == {'a': 2}
     assert folder.read('a') == b'12'
     assert folder.read('sub/b') is None
+
+
+def test_visible_files_of_a_folder_and_one_below_it(folder):
+    for name in ('a.pt', '.b.pt', 'c.txt', 'sub/a.pt', 'sub/.b.pt', 'other/a.pt'):
+        folder.write(name, b'12')
+    for sub_folder, names in (('sub', ['a.pt', 'sub/a.pt']), ('', ['a.pt']), ('no', ['a.pt'])):
+        assert sorted(folder.list_visible(sub_folder, '.pt')) == names
+
+
+def test_a_stored_file_in_the_form_of_pythons_files(folder):
+    folder.write('a', b'123456')
+    reader = RangeReader(folder.list()['a'])
+    assert reader.read(2) == b'12'
+    assert reader.seek(-2, os.SEEK_END) == 4
+    assert reader.read() == b'56' and reader.read() == b''
+    assert reader.seek(9) == reader.tell() == 9
+    assert reader.read(3) == b''
 
 
 def test_verify_names_the_file_that_differs(folder):
