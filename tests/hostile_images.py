@@ -69,9 +69,11 @@ def make() -> dict[str, bytes]:
 
 def make_large(pixels: int) -> list[tuple[str, bytes]]:
     """Images of almost so many pixels that take the most memory, by suffix."""
-    side, exif = math.isqrt(pixels), Image.Exif()
-    exif[0x112] = 6
+    side = math.isqrt(pixels)
     image = photo(side, side)
+    # Turned by 90 degrees, which takes a copy.
+    exif = Image.Exif()
+    exif[0x112] = 6
     return [
         ('png', encode(image.convert('RGBA'), 'PNG', compress_level=1, exif=exif)),
         ('webp', encode(image, 'WEBP', method=0, exif=exif)),
@@ -103,7 +105,8 @@ def damage(data: bytes, random: np.random.Generator) -> bytes:
 
 def undamaged() -> list[bytes]:
     """Files of every kind that is read, to be damaged."""
-    image, exif = photo(), Image.Exif()
+    image = photo()
+    exif = Image.Exif()
     exif[0x112] = 6
     profile = srgb_profile()
     return [
@@ -139,8 +142,9 @@ def many_stages(number: int) -> bytes:
 
 
 def _of_no_kind() -> dict[str, bytes]:
-    image, frames = photo(), [photo(seed=seed) for seed in (1, 2)]
-    other = {
+    image = photo()
+    frames = [photo(seed=seed) for seed in (1, 2)]
+    kinds = {
         'gif.jpg': ('GIF', {}),
         'animated.gif.png': ('GIF', {'save_all': True, 'append_images': frames}),
         'tiff.jpg': ('TIFF', {}),
@@ -151,7 +155,8 @@ def _of_no_kind() -> dict[str, bytes]:
         'pdf.jpg': ('PDF', {}),
         'eps.jpg': ('EPS', {}),
     }
-    return {name: encode(image, kind, **options) for name, (kind, options) in other.items()} | {
+    files = {name: encode(image, kind, **options) for name, (kind, options) in kinds.items()}
+    return files | {
         'empty.jpg': b'',
         'byte.jpg': b'\xff',
         'page.jpg': b'<!DOCTYPE html><html><body>404 Not Found</body></html>',
@@ -248,8 +253,10 @@ def _of_png() -> dict[str, bytes]:
 
 
 def _of_webp() -> dict[str, bytes]:
-    image, frames = photo(), [photo(seed=seed) for seed in (6, 7)]
-    lossy, lossless = encode(image, 'WEBP'), encode(image, 'WEBP', lossless=True)
+    image = photo()
+    frames = [photo(seed=seed) for seed in (6, 7)]
+    lossy = encode(image, 'WEBP')
+    lossless = encode(image, 'WEBP', lossless=True)
     vast = struct.pack('<4sI', b'VP8X', 10) + bytes(4) + b'\xfe\x3f\x00' * 2  # 16,383 pixels a side
     content = b'WEBP' + vast + lossy[12:]
     return {

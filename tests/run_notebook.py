@@ -27,12 +27,13 @@ def run_notebook(folder: pathlib.Path) -> Any:
         store_widget_state=False,
     )
     client.execute()
-    for output in (output for cell in notebook.cells for output in cell.get('outputs', [])):
-        if 'text' in output:
-            text = output.text.replace(str(folder), '/home/you/coyo11m_tfds/docs')
-            output.text = text.replace('\r\n', '\n')
-        # Pillow offers both, and noise takes much more room as a PNG.
-        output.get('data', {}).pop('image/png', None)
+    for cell in notebook.cells:
+        for output in cell.get('outputs', []):
+            if 'text' in output:
+                text = output.text.replace(str(folder), '/home/you/coyo11m_tfds/docs')
+                output.text = text.replace('\r\n', '\n')
+            # Pillow offers both, and noise takes much more room as a PNG.
+            output.get('data', {}).pop('image/png', None)
     notebook.metadata.language_info = {'name': 'python'}
     return notebook
 

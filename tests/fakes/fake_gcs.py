@@ -300,8 +300,9 @@ class Gcs(FakeServer):
         number = uuid.uuid4().hex
         self._sessions[number] = _Session(bucket, name, call.query, content_type)
         quoted = urllib.parse.quote(name, safe='')
-        where = f'/upload/storage/v1/b/{bucket}/o?uploadType=resumable&name={quoted}'
-        return Reply(200, headers={'Location': f'{_base(call)}{where}&upload_id={number}'})
+        path = f'/upload/storage/v1/b/{bucket}/o'
+        query = f'uploadType=resumable&name={quoted}&upload_id={number}'
+        return Reply(200, headers={'Location': f'{_base(call)}{path}?{query}'})
 
     def _continue(self, call: Call) -> Reply:
         session = self._sessions[call.query['upload_id']]

@@ -182,6 +182,7 @@ class Reply:
 def select_range(call: Call, data: bytes | memoryview, headers: Mapping[str, str] = {}) -> Reply:
     """A file or the range of it that is asked for: 200, 206 or 416."""
     size = len(data)
+    # That of an upload is in another header.
     if call.range is None or 'Range' not in call.headers:
         return Reply(200, memoryview(data), headers)
     first, last = call.range
@@ -189,7 +190,8 @@ def select_range(call: Call, data: bytes | memoryview, headers: Mapping[str, str
     if first >= stop:
         return Reply(416, headers={'Content-Range': f'bytes */{size}'})
     headers = {**headers, 'Content-Range': f'bytes {first}-{stop - 1}/{size}'}
-    return Reply(206, memoryview(data)[first:stop], headers)
+    part = memoryview(data)[first:stop]
+    return Reply(206, part, headers)
 
 
 class Refused(Exception):
