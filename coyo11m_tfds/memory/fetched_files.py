@@ -99,9 +99,11 @@ class FetchedFiles(HeldFiles):
         in_range = places - self._begins[index]
         rows = np.empty(len(places), np.dtype((np.void, nbytes)))
         # The rows are many, and lie in few ranges.
-        for number in np.unique(index).tolist():
+        numbers = np.unique(index)
+        for number in numbers.tolist():
             chosen = np.flatnonzero(index == number)
-            rows[chosen] = gather_rows(self._held[number], in_range[chosen], nbytes)
+            data = self._held[number]
+            rows[chosen] = gather_rows(data, in_range[chosen], nbytes)
         return rows
 
     def views(self, begin: np.ndarray, end: np.ndarray) -> list[np.ndarray]:

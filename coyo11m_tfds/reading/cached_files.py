@@ -147,7 +147,10 @@ class CacheWatch:
         for ranges in chunks:
             for number, begin, end in ranges:
                 by_file.setdefault(number, []).append((begin, end))
-        return {number: np.array(ranges, np.int64) for number, ranges in by_file.items()}
+        needed = {}
+        for number, file_ranges in by_file.items():
+            needed[number] = np.array(file_ranges, np.int64)
+        return needed
 
     def _holds(self, number: int, ranges: np.ndarray) -> bool:
         """Returns whether ranges of a file are in the cache, or the file is local anyway."""

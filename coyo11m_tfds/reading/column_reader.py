@@ -210,10 +210,11 @@ class ColumnReader:
             is_apart |= np.diff(file) != 0
             starts = np.flatnonzero(is_first)
             last_rows = np.append(starts[1:], len(run)) - 1
-            # Python's numbers: they become the keys of dicts and the arguments of requests.
             columns = (run[starts], file[starts], begin[starts], end[last_rows])
-            for number, *file_range in np.stack(columns, axis=1).tolist():
-                ranges[number].append(tuple(file_range))
+            # Python's numbers: they become the keys of dicts and the arguments of requests.
+            rows = np.stack(columns, axis=1).tolist()
+            for number, file_number, first_byte, end_byte in rows:
+                ranges[number].append((file_number, first_byte, end_byte))
         return ranges
 
     def check_unchanged(self, number: np.ndarray) -> None:

@@ -488,13 +488,14 @@ class RowReader:
         captions = np.full(len(good), b'', object)
         rows = np.flatnonzero(good)
         begin = located.begin[rows]
-        nbytes = (located.end[rows] - begin).tolist()
+        record_nbytes = located.end[rows] - begin
         # The caption is the first feature of a record; the next one is the key.
         views = self.files.views(begin, located.values.captions_end[rows])
-        for row, view, record_nbytes in zip(rows.tolist(), views, nbytes, strict=True):
+        by_row = zip(rows.tolist(), views, record_nbytes.tolist(), strict=True)
+        for row, view, nbytes in by_row:
             before_key = view.tobytes()
             # With these two lengths, only one head is right: nothing has to be parsed.
-            head = caption_head(len(before_key), record_nbytes)
+            head = caption_head(len(before_key), nbytes)
             if head is None or not before_key.startswith(head):
                 raise self._layout_error(located, row)
             captions[row] = before_key[len(head) :]

@@ -53,8 +53,8 @@ def make_train_dataset(plan: training.ReadPlan) -> tf.data.Dataset:
     if has_one_shape:
         steps_per_item = -(-_LANE_ROWS // per_lane)
     signature = _signature(reader.spec(per_lane), None, has_one_shape)
-    has_latents = schema.LATENTS in options.feature_names
-    if has_latents and len({x.stored.latents[0] for x in plan.sources}) > 1:
+    dtypes = {source.stored.latents[0] for source in plan.sources}
+    if schema.LATENTS in options.feature_names and len(dtypes) > 1:
         raise ValueError('a tf.data.Dataset has latents of one dtype: read with train_batches')
 
     # TensorFlow keeps generator functions for ever; they must not keep the reader.
@@ -233,7 +233,9 @@ def _padded_batches(options: ReadOptions) -> tf.data.Dataset:
     examples = _examples(options)
     num_examples = int(examples.cardinality())
     # The zeros come before batches are made, so that all processes get equally many.
-    zeros = {name: tf.zeros(x.shape, x.dtype) for name, x in examples.element_spec.items()}
+    zeros = {}
+    for name, x in examples.element_spec.items():
+        zeros[name] = tf.zeros(x.shape, x.dtype)
     num_missing = -num_examples % options.batch_size
     padding = tf.data.Dataset.from_tensors(zeros).repeat(num_missing)
     numbered = examples.concatenate(padding).enumerate()
@@ -304,5 +306,6 @@ def _choose_samples(
     # All that a batch may have; of these, it has what its features name.
     samples = batch | {CROP: crop_positions, DROP_TEXT: drops, NOISE_SEED: seeds, MASK: mask}
     if schema.LATENTS in features.features:
-        samples[schema.LATENTS] = tf.gather(batch[schema.LATENTS], crops, axis=1, batch_dims=1)
+        all_crops = batch[schema.LATENTS]
+        samples[schema.LATENTS] = tf.gather(all_crops, crops, axis=1, batch_dims=1)
     return {name: samples[name] for name in features.array_names}

@@ -262,6 +262,7 @@ class TrainReader:
                 size = int(stage.end - step) * cursor.shares.per_lane
                 batch = {name: x[:size] for name, x in batch.items()}
             yield batch
+            # 0 stands for batches of one step.
             step += cursor.stride * max(1, steps_per_item)
 
     def _read_shape(
