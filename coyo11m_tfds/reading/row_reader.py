@@ -252,8 +252,7 @@ class RowReader:
         index_in_run = record % _STRIDE
         begin = begins[run_index, index_in_run]
         end = ends[run_index, index_in_run]
-        codes = np.where(begin > 0, damage.GOOD, problem[run_index])
-        codes = codes.astype(damage.CODE_DTYPE)
+        codes = np.where(begin > 0, damage.GOOD, problem[run_index]).astype(damage.CODE_DTYPE)
         gather = functools.partial(self._gather_from, begin)
         in_records = self._layout.find(gather, begin, end)
         number = self._split.first_numbers[shard] + record
@@ -360,8 +359,7 @@ class RowReader:
         if len(other_rows):
             raise self._layout_error(located, int(other_rows[0]))
         for number, column in enumerate(self._columns.values(), damage.DAMAGED_ROW):
-            damaged_rows = np.flatnonzero(codes == number)
-            for index in damaged_rows.tolist():
+            for index in np.flatnonzero(codes == number).tolist():
                 self._report_row(located, index, column)
         self._report_records(located, codes)
 
@@ -376,8 +374,7 @@ class RowReader:
     def _report_records(self, located: LocatedRecords, codes: np.ndarray) -> None:
         """Reports the bad records of each shard together."""
         in_records = np.isin(codes, (damage.TOO_SHORT, damage.DAMAGED))
-        shards = np.unique(located.shard[in_records])
-        for shard in shards.tolist():
+        for shard in np.unique(located.shard[in_records]).tolist():
             in_shard = in_records & (located.shard == shard)
             rows = np.flatnonzero(in_shard)
             # The message names the first one in the file, whatever their order in the batch.
@@ -491,8 +488,7 @@ class RowReader:
         record_nbytes = located.end[rows] - begin
         # The caption is the first feature of a record; the next one is the key.
         views = self.files.views(begin, located.values.captions_end[rows])
-        by_row = zip(rows.tolist(), views, record_nbytes.tolist(), strict=True)
-        for row, view, nbytes in by_row:
+        for row, view, nbytes in zip(rows.tolist(), views, record_nbytes.tolist(), strict=True):
             before_key = view.tobytes()
             # With these two lengths, only one head is right: nothing has to be parsed.
             head = caption_head(len(before_key), nbytes)
