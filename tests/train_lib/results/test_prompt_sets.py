@@ -164,4 +164,4 @@ def test_the_command_names_the_folder(small_run, tmp_path):
     for extra in ([], ['--features=clip', '--prompts=x.txt']):
         done = children.program('train_lib.evaluate', *flags, *extra)
         assert done.returncode == 1
-        assert 'expected either --features' in done.stderr.splitlines()[-1]
+        assert 'expected one of --features, --truth' in done.stderr.splitlines()[-1]
