@@ -106,9 +106,6 @@ def _find_record(
     """
     # The smallest split first, because each is read for its keys.
     for split in sorted(data.splits.values(), key=lambda split: split.num_records):
-        # A split without records cannot be read.
-        if not split.num_records:
-            continue
         records = input_pipeline.records(data, split.name, features)
         try:
             number = records.find(key)

@@ -140,6 +140,9 @@ class Records:
     @functools.cached_property
     def _sorted_keys(self) -> tuple[np.ndarray, np.ndarray]:
         """The keys of all records that can be read, ascending, and the number of each record."""
+        # A split without records cannot be read.
+        if not self._length:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
         # A damaged record elsewhere is no reason not to find this one.
         options = dataclasses.replace(self._options, on_bad_records=damage.SKIP)
         batches = list(read_split_keys(options, self._length, _KEYS_AT_ONCE))

@@ -177,6 +177,13 @@ def test_a_key_that_no_record_has_is_named(opened, key, kind, message):
         opened.find(key)
 
 
+def test_a_split_without_records_has_no_key(tmp_path):
+    path = tmp_path / 'd' / '1.0.0'
+    small_dataset.write(path, {'train': (3,), 'validation': (0,)})
+    with pytest.raises(KeyError, match="no record of split 'validation' has key 5"):
+        input_pipeline.records(path, 'validation').find(5)
+
+
 def test_records_are_all_there_and_say_what_they_are(opened):
     assert sum(1 for _ in opened) == COUNT
     assert repr(opened).endswith(
