@@ -94,7 +94,11 @@ def test_the_page_leads_from_images_to_pictures(photos, tmp_path):
         )
 
     text = '\n'.join(text for _, text in blocks('docs/images.md')).replace('\\\n', '')
-    commands = [here(line) for line in text.splitlines() if line.startswith('python -m ')]
+    commands = []
+    for line in text.splitlines():
+        # Those of emoji are for a real VAE, and train for 45 minutes.
+        if line.startswith('python -m ') and 'EMOJI' not in line:
+            commands.append(here(line))
     for command in commands[:3]:  # of one resolution: encode, build, add a column of numbers
         run(['bash', '-c', command], tmp_path)
     encode, draw = commands[3:]

@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 from coyo11m_tfds.process import stop_signals
@@ -39,6 +40,9 @@ def open_pool(
 
     Raises a RuntimeError with advice if a worker dies.
     """
+    # Python's process that removes what pools leave behind. The queues of a pool would start it.
+    with _blocking_stop_signals():
+        resource_tracker.ensure_running()
     with _Pool(num_workers, CONTEXT, _begin, (init,)) as processes:
         try:
             yield processes
@@ -117,6 +121,20 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+@contextlib.contextmanager
+def _blocking_stop_signals() -> Iterator[None]:
+    """Has processes that are started in the block never notice the signals that ask to stop.
+
+    A terminal and a scheduler send a signal to all processes, but it is for the parent, which ends
+    the others: a worker would leave its work undone, or print a traceback.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 class _CleanProcess(multiprocessing.context.SpawnProcess):
     """A spawned process that can import this package, and imports nothing else."""
 
@@ -132,13 +150,10 @@ class _CleanProcess(multiprocessing.context.SpawnProcess):
         root = str(pathlib.Path(__file__).parents[2])
         if root not in path:
             sys.path = [*path, root]
-        # A terminal and a scheduler send a signal to all processes, but it is for the parent, which
-        # ends its workers: a worker would leave its work undone, or print a traceback.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.STOP_SIGNALS)
         try:
-            super().start()
+            with _blocking_stop_signals():
+                super().start()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             sys.modules['__main__'] = main
             sys.path = path
 
