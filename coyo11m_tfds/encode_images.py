@@ -200,7 +200,7 @@ def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
         return _describe_buckets(out, counts)
     # Most builds need no more than the folder.
     config = _choose_config(counts.shapes.total())
-    command = _build_command(out)
+    command = _build_command(out, 'words')
     command.append(f'--manual_dir={out}')
     if config:
         command.append(f'--config={json.dumps(config)}')
@@ -208,7 +208,7 @@ def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
 
 
 def _describe_buckets(out: str, counts: ImageCounts) -> str:
-    """Returns a loop that builds a data set of each bucket, and the command that mixes them."""
+    """Returns commands that number words, build a data set of each bucket, and mix them."""
     # Of a small one, the train split may have fewer records than a mixture has lanes: streams that
     # all give the same number of samples to each batch.
     large = {}
@@ -224,12 +224,19 @@ def _describe_buckets(out: str, counts: ImageCounts) -> str:
     if small:
         lines.append(f'Too few images for the mixture: {", ".join(small)}')
 
+    # The data sets of a mixture must number words alike: by those of most captions.
+    largest = max(large, key=lambda shape: large[shape])
+    words = f'{out}-words'
+    embed = ['python', '-m', 'coyo11m_tfds.embed_captions', '--encoder=words', '--tokens_only']
+    embed += [f'--source={out}/{largest}', f'--out={words}']
+    lines.append(shlex.join(embed))
+
     config = _choose_config(min(large.values())) | {'name': '$shape', 'latents': 'in_place'}
-    flags_of_shape = shlex.join([f'--manual_dir={out}/$shape', f'--config={json.dumps(config)}'])
-    build = f'{shlex.join(_build_command(out))} {flags_of_shape}'
+    build = _build_command(out, f'words:{words}')
+    build += [f'--manual_dir={out}/$shape', f'--config={json.dumps(config)}']
     # The shell replaces the variable only outside of the quotes.
-    build = build.replace('$shape', "'$shape'")
-    lines.append(f'for shape in {" ".join(large)}; do {build}; done')
+    build_of_shape = shlex.join(build).replace('$shape', "'$shape'")
+    lines.append(f'for shape in {" ".join(large)}; do {build_of_shape}; done')
 
     # In shares of all images, in whole percents.
     num_images = sum(large.values())
@@ -258,9 +265,10 @@ def _data_dir(out: str) -> str:
     return f'{out}-data'
 
 
-def _build_command(out: str) -> list[str]:
+def _build_command(out: str, encoder: str) -> list[str]:
     """Returns the beginning of the command of a build, which lacks the source."""
-    return ['python', '-m', 'coyo11m_tfds.build', '--encoder=words', f'--data_dir={_data_dir(out)}']
+    flags = [f'--encoder={encoder}', f'--data_dir={_data_dir(out)}']
+    return ['python', '-m', 'coyo11m_tfds.build', *flags]
 
 
 def _choose_config(num_records: int) -> dict[str, Any]:

@@ -105,7 +105,8 @@ def test_the_page_leads_from_images_to_pictures(photos, tmp_path):
     said = run(['bash', '-c', encode], tmp_path)
     count = len(list(photos.glob('*/*.json')))
     assert f'{count // 50} bad: ' in said
-    build, train = said.splitlines()[-2:]
+    embed, build, train = said.splitlines()[-3:]
+    run(['bash', '-c', embed], tmp_path)
     run(['bash', '-c', build], tmp_path)
     fields = 'num_steps=30 batch_size=8 model.name=tiny/8 eval_every=30 preview_every=30'
     flags = ' '.join(f'--config.{x}' for x in (*fields.split(), 'optimizer.warmup_steps=1'))

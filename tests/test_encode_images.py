@@ -855,9 +855,12 @@ def test_a_folder_without_images_is_told_from_none(encoder, tmp_path, bucket, hu
 def test_the_commands_at_the_end_fit_the_numbers_of_images():
     counts = ImageCounts()
     counts.shapes.update({'256x256': 250, '320x192': 750, '192x320': 90})
-    small, build, train = encode_images.describe_next('a b/out', counts, True).splitlines()
+    small, embed, build, train = encode_images.describe_next('a b/out', counts, True).splitlines()
     assert small == 'Too few images for the mixture: 192x320'
+    # Of the largest bucket, as whose words those of all are numbered.
+    assert "'--source=a b/out/320x192' '--out=a b/out-words'" in embed
     assert build.startswith('for shape in 256x256 320x192; do python -m coyo11m_tfds.build ')
+    assert "'--encoder=words:a b/out-words'" in build
     assert '"validation_fraction": 0.04' in build
     flags = dict(flag.split('=', 1) for flag in shlex.split(train) if '=' in flag)
     mix = ast.literal_eval(flags['--config.data.mix'])

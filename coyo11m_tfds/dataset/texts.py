@@ -83,6 +83,20 @@ class Text:
         return self.feature, self.encoder, self.revision, self.vocabulary, size
 
 
+def check_same_kind(text: Text, owner: object, first: Text, first_owner: object) -> None:
+    """Raises a ValueError unless one model can read two texts, of the owners that it names."""
+    if text.kind == first.kind:
+        return
+    advice = ''
+    if text.encoder == first.encoder == schema.WORDS:
+        # Each run of this encoder lists the words of its own captions.
+        advice = (
+            '. Encode one of them again with --encoder=words:SIDECAR, the sidecar of the other, so '
+            'that both number words alike'
+        )
+    raise ValueError(f'{owner} has {text}, expected {first} as {first_owner} has{advice}')
+
+
 def text_in_records(metadata: Mapping[str, Any], text_dim: int, num_tokens: int) -> Text:
     """Returns the text in the records, from the metadata and the sizes of features; 0: no such."""
     # Only a build of this project records settings, and what of a sidecar with texts decides them.
@@ -230,11 +244,8 @@ def resolve_texts(
         mixed_texts.append(text)
     # One model reads all of them, so they must be alike.
     first = mixed_texts[0]
-    for other in mixed_texts[1:]:
-        if other.kind != first.kind or not other.feature:
-            raise ValueError(
-                f'{folder}: text={spec!r}: {other.name or RECORDS_TEXT!r} has {other}, expected '
-                f'{first} as {first.name or RECORDS_TEXT!r} has.'
-            )
+    for text in mixed_texts[1:]:
+        owner = f'{folder}: text={spec!r}: {text.name or RECORDS_TEXT!r}'
+        check_same_kind(text, owner, first, repr(first.name or RECORDS_TEXT))
     size = max(text.size for text in mixed_texts)
     return TextMixture(tuple(mixed_texts), tuple(weights.values()), size)

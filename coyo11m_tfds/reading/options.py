@@ -155,11 +155,8 @@ def choose_texts(
     # One model reads all of them, so all must come from one encoder.
     first = mixtures[0].texts[0]
     for source, mixture in zip(sources, mixtures, strict=True):
-        if mixture.texts[0].kind != first.kind:
-            raise ValueError(
-                f'{source.stored.folder}: its text has {mixture.texts[0]}, expected {first} as '
-                f'{sources[0].stored.folder} has'
-            )
+        owner = f'{source.stored.folder}: its text'
+        texts.check_same_kind(mixture.texts[0], owner, first, sources[0].stored.folder)
     size = max(x.size for x in mixtures)
     return [dataclasses.replace(x, size=size) for x in mixtures]
 

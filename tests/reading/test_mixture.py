@@ -511,6 +511,8 @@ MADE_BY = {
     'constant_too': {'std': 0.0},
     'constant_elsewhere': {'std': 0.0, 'mean': 0.6},
     'other_text': {'encoder': 'hf:other'},
+    'words': {'encoder': 'words', schema.META_SETTINGS: {'text': {'revision': '2-a'}}},
+    'other_words': {'encoder': 'words', schema.META_SETTINGS: {'text': {'revision': '2-b'}}},
     'sdxl': {'vae': 'sdxl'},
     'flux': {'vae': 'flux'},
     'mit': {'license': 'mit'},
@@ -551,6 +553,10 @@ OTHER_MAKERS = {
     'embeddings of another encoder': (
         ['first', 'other_text'],
         r"of 'hf:other'.*, expected embeddings of 'hash'",
+    ),
+    'words of another list': (
+        ['words', 'other_words'],
+        r"'2-b'.*, expected .* '2-a'.* has\. Encode one of them again with --encoder=words:SIDECAR",
     ),
     'latents of another VAE, with one between that names none': (
         ['sdxl', 'first', 'flux'],
