@@ -501,6 +501,11 @@ def test_stages_that_make_no_sense_are_refused(stages, message):
         mixture.BatchShares(4, (1, 1), stages)
 
 
+def _of_words(revision: str) -> dict:
+    """The settings of a build whose words have a list of this revision."""
+    return {schema.SETTINGS_TEXT: {'revision': revision}}
+
+
 MADE_BY = {
     'first': {},
     'like_it': {'mean': 0.9, 'std': 6.0},
@@ -511,8 +516,8 @@ MADE_BY = {
     'constant_too': {'std': 0.0},
     'constant_elsewhere': {'std': 0.0, 'mean': 0.6},
     'other_text': {'encoder': 'hf:other'},
-    'words': {'encoder': 'words', schema.META_SETTINGS: {'text': {'revision': '2-a'}}},
-    'other_words': {'encoder': 'words', schema.META_SETTINGS: {'text': {'revision': '2-b'}}},
+    'words': {'encoder': 'words', schema.META_SETTINGS: _of_words('2-a')},
+    'other_words': {'encoder': 'words', schema.META_SETTINGS: _of_words('2-b')},
     'sdxl': {'vae': 'sdxl'},
     'flux': {'vae': 'flux'},
     'mit': {'license': 'mit'},
