@@ -13,7 +13,7 @@ import itertools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -294,9 +294,10 @@ def _write_latents_column(
             if len(rows):
                 used_files.add(file)
     files = sorted(used_files, key=lambda file: file.path)
+    number_of_file = {file: number for number, file in enumerate(files)}
     crc32c = {}
     for split, shards in splits.items():
-        places = _list_places(shards, files)
+        places = _list_places(shards, number_of_file)
         crc32c[split] = columns.array_crc32c(places)
         name = columns.column_file_name(schema.LATENTS, split, plan.build)
         np.save(os.path.join(folder, name), places)
@@ -310,13 +311,14 @@ def _write_latents_column(
     columns.write_columns(folder, {schema.LATENTS: column}, plan.build)
 
 
-def _list_places(shards: Sequence[ShardResult], files: Sequence[InPlaceFile]) -> np.ndarray:
+def _list_places(
+    shards: Sequence[ShardResult], number_of_file: Mapping[InPlaceFile, int]
+) -> np.ndarray:
     """Returns where the latents of each record of some shards lie, uint32 `(n, 3)`.
 
     A row has the number of the file, the row in it, and the CRC-32C of the latents, or 0 if they
     were not read.
     """
-    number_of_file = {file: number for number, file in enumerate(files)}
     places = [np.empty((0, 3), '<u4')]
     for shard in shards:
         for file, rows in shard.sources:

@@ -180,7 +180,8 @@ class EncodingFolder:
         # The folder itself is a source, too, where all tars lie in those of shapes.
         sub_folders = {os.path.dirname(name) for name in states}
         sub_folders.add('')
-        for sub_folder in sorted(sub_folders):
+        in_order = sorted(sub_folders)
+        for sub_folder in in_order:
             # The folder itself names all tars, a folder of a shape its own.
             prefix = f'{sub_folder}/' if sub_folder else ''
             files = {}
@@ -189,7 +190,7 @@ class EncodingFolder:
                     files[tar.removeprefix(prefix)] = EncodedState(*state)
             self._write_encoding(sub_folder, files)
         # Only now, when no process writes any more.
-        for sub_folder in sorted(sub_folders):
+        for sub_folder in in_order:
             path = self._folder.path_of(sub_folder)
             storage.open_writable_folder(path).sweep()
 

@@ -49,8 +49,12 @@ def latents_to_rgb(latents: np.ndarray, scale: Scale | None = None) -> np.ndarra
         rgb = np.einsum('...chw,cr->...hwr', scaled, schema.RGB_FACTORS) + schema.RGB_BIAS
     else:
         rgb = _principal_components(np.asarray(latents, np.float64))
-    # From [-1, 1] to bytes; what lies outside is cut off.
-    levels = (np.clip(rgb, -1, 1) + 1) * 127.5
+    return colours_to_bytes(rgb)
+
+
+def colours_to_bytes(colours: np.ndarray) -> np.ndarray:
+    """Returns colours from -1, black, to 1, white, as uint8 of one shape; others are cut off."""
+    levels = (np.clip(colours, -1, 1) + 1) * 127.5
     return np.round(levels).astype(np.uint8)
 
 

@@ -123,9 +123,7 @@ class VaeDecoder:
 
     def __call__(self, latents: np.ndarray) -> np.ndarray:
         """Decodes raw latents `(n, C, H, W)` to uint8 `(n, factor * H, factor * W, 3)`."""
-        pictures = np.clip(self.decode(latents), -1, 1)
-        levels = (pictures + 1) * 127.5
-        return np.round(levels).astype(np.uint8)
+        return latent_rgb.colours_to_bytes(self.decode(latents))
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Decodes raw latents to float32 `(n, factor * H, factor * W, 3)`; black is -1, white 1."""

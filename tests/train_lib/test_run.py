@@ -50,6 +50,8 @@ def test_a_run_from_its_first_line_to_ctrl_c(mini_dataset, tmp_path):
                 process.send_signal(signal.SIGINT)
     assert process.returncode == 75, lines  # the default of config.requeue_status
     assert not list(filter(NOISE.search, lines))
+    # By TensorFlow, which a thread has imported while the step was compiled.
+    assert runs.read_scalars(tmp_path)
     assert lines.count('Ctrl-C: saving, then leaving. Once more leaves at once.') == 1
     assert f'Stopped at step {max(runs.saved_steps(tmp_path))}. To resume: ' in lines[-1]
     texts = [re.sub(r'^\d\d:\d\d:\d\d ', '', line) for line in lines]

@@ -85,7 +85,6 @@ def load_step_encoder(
 
     def place(leaf: jax.ShapeDtypeStruct, values: Any) -> jax.Array:
         """Returns one array on the devices."""
-
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
 
     params_on_devices = jax.tree.map(place, encoder.params, params)

@@ -144,7 +144,6 @@ class Artist:
             padded = np.pad(batch, [(0, num_missing), (0, 0)])
             number = np.int32(first + start)
             latents = jax.device_get(self._draw_batch(padded, number))
-
             pictures.append(self.paint(latents[: len(batch)]))
         return np.concatenate(pictures)
 
