@@ -72,15 +72,15 @@ def test_both_are_read_from_two_restless_repositories(
     hub.commit({'README.md': b'All was moved.'}, repo='other/records')
     hub.clear()
     hub.make_restless(after_reads=40)
-    expected = read(mini_dataset, 60)
-    assert_same(read(data, 60), expected)
+    expected = read(mini_dataset, 120)
+    assert_same(read(data, 120), expected)
     assert hub.was_restless
     # One listing of each repository, one for the name of the client, and those that were refused.
     assert sum(r.action == 'info' and r.status == 200 for r in hub.requests) <= 2
     for process in range(2):
         own_rows = slice(8 * process, 8 * process + 8)
-        parts = [{name: x[own_rows] for name, x in batch.items()} for batch in expected[:20]]
-        assert_same(read(data, 20, process_index=process, process_count=2), parts)
+        parts = [{name: x[own_rows] for name, x in batch.items()} for batch in expected[:60]]
+        assert_same(read(data, 60, process_index=process, process_count=2), parts)
 
 
 def test_damage_on_the_way_is_read_again(source, hub, described, mini_dataset):
