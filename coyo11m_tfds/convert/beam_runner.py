@@ -5,7 +5,6 @@ copied next to the records of the build, some MB a shard. Either runner can resu
 other.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.util
@@ -30,6 +29,7 @@ from coyo11m_tfds.convert.tasks import (
 )
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 _UPLOADS_AT_ONCE = 8
@@ -141,7 +141,7 @@ def _counting_shards(
                     progress.add(uncounted_bytes.pop(name), shards=1)
 
     # At its end, this waits for the last look.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    with ThreadPool(1) as thread:
         thread.submit(watch)
         try:
             yield
@@ -161,7 +161,7 @@ def _pack_inputs(tasks: Sequence[ShardTask], finished: FinishedShards) -> list[S
         inputs = PackedInputs(f'{finished.folder.folder}/{name}')
         return dataclasses.replace(task, inputs=inputs)
 
-    with concurrent.futures.ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
+    with ThreadPool(_UPLOADS_AT_ONCE) as threads:
         return list(threads.map(pack, tasks))
 
 

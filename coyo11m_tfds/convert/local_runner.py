@@ -22,6 +22,7 @@ from coyo11m_tfds.convert.shard_writer import init_worker, write_shard
 from coyo11m_tfds.convert.tasks import ShardResult, ShardTask, group_tasks, make_column_file
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.source import formats
 from coyo11m_tfds.source.latent_file import use_one_thread
 from coyo11m_tfds.storage import locks
@@ -79,7 +80,7 @@ def write_with_workers(
     num_workers = min(num_workers, len(tasks))
     pool: contextlib.AbstractContextManager[concurrent.futures.Executor]
     if num_workers <= _count_useful_threads(num_bytes, num_rows):
-        pool = concurrent.futures.ThreadPoolExecutor(num_workers, 'write', use_one_thread)
+        pool = ThreadPool(num_workers, 'write', use_one_thread)
     else:
         pool = workers.open_pool(num_workers, init_worker)
     staging_dir = finished.folder.staging(local)
@@ -130,8 +131,8 @@ class _LocalRun:
     def write(self, tasks: Sequence[ShardTask]) -> Iterator[Outcome]:
         """Yields each task with its result when its shard is stored; ends all threads."""
         groups = group_tasks(tasks)
-        storers = concurrent.futures.ThreadPoolExecutor(_STORED_AT_ONCE, 'store')
-        readers = concurrent.futures.ThreadPoolExecutor(_GROUPS_AT_ONCE, 'group')
+        storers = ThreadPool(_STORED_AT_ONCE, 'store')
+        readers = ThreadPool(_GROUPS_AT_ONCE, 'group')
         with storers, readers:
             try:
                 for group in groups:
@@ -146,6 +147,8 @@ class _LocalRun:
             finally:
                 self._stop.set()
                 readers.shutdown(wait=False, cancel_futures=True)
+                # Of uploads, for which the threads of groups wait.
+                storers.end_pauses()
                 # Waits for shards that are being written, because the caller removes `staging`.
                 self.pool.shutdown(wait=True, cancel_futures=True)
 
@@ -217,7 +220,7 @@ class _LocalRun:
             opened.fetch_crops(file, rows, schema.middle_crop(opened.shape[0]))
             return head
 
-        with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE, 'head') as threads:
+        with ThreadPool(_HEADS_AT_ONCE, 'head') as threads:
             heads = threads.map(fetch_head_and_crops, sampled_rows)
             return dict(zip(sampled_rows, heads, strict=True))
 

@@ -11,7 +11,6 @@ like an image and is not taken has a reason: in `left`, or as an image whose `re
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from coyo11m_tfds.images.image_tar import TarPart
 from coyo11m_tfds.images.source_image import READS_AT_ONCE, ImagePart, folders_above
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage.stored_file import StoredFile
 
 _MAX_HEADS = 100  # of remote files with one suffix
@@ -150,7 +150,7 @@ def check_keys(parts: Sequence[ImagePart]) -> None:
     """
     names = dict[int, str]()  # of the first image with each key
     count = max(_LEAST_KEYS, _MANY_KEYS // len(parts))
-    with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
+    with ThreadPool(READS_AT_ONCE) as threads:
         for keys in threads.map(lambda part: part.read_first_keys(count), parts):
             for key, name in keys:
                 other_name = names.setdefault(key, name)
@@ -197,7 +197,7 @@ def _judge_heads(files: Mapping[str, StoredFile]) -> dict[str, str]:
     def judge_all(names: Collection[str]) -> dict[str, str]:
         """Returns those of some files that begin like images, with the reason."""
         reasons = {}
-        with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
+        with ThreadPool(READS_AT_ONCE) as threads:
             for name, reason in zip(names, threads.map(judge, names), strict=True):
                 if reason:
                     reasons[name] = reason

@@ -1,7 +1,6 @@
 """A folder of images that are files, with the tables, `.json` and `.txt` next to them."""
 
 import collections
-import concurrent.futures
 import contextlib
 import functools
 import os
@@ -23,6 +22,7 @@ from coyo11m_tfds.images.source_image import (
     folders_above,
     get_stem,
 )
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -141,7 +141,7 @@ class FolderPart(ImagePart):
         """Digest of what the files next to the images say of them; reads local files."""
         tables = self._read_tables(self._data)
         texts = [file for name, file in self.text_files.items() if name not in tables]
-        with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
+        with ThreadPool(READS_AT_ONCE) as threads:
             contents = list(threads.map(_identify_content, texts))
         # Of a table only the rows of these images: others may change without them.
         rows = {name: self._get_row(name, tables) for name in self._data}
@@ -181,7 +181,7 @@ class FolderPart(ImagePart):
             return self._make_row(image, file.size, file.read, fields, texts, has_own_key)
 
         # In threads, because a remote text is a request; images themselves are read later.
-        with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
+        with ThreadPool(READS_AT_ONCE) as threads:
             return list(threads.map(read_row, images))
 
     def _read_tables(self, images: Iterable[str]) -> Mapping[str, Mapping[str, Fields]]:

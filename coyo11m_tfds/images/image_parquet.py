@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import concurrent.futures
 import contextlib
 import math
 import re
@@ -23,6 +22,7 @@ from coyo11m_tfds.images.source_image import (
 )
 from coyo11m_tfds.pictures.pixels import BadImageError
 from coyo11m_tfds.process.errors import describe_type
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.source import keyed_parquet
 from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
@@ -41,7 +41,7 @@ def find_tables_of_images(tables: Mapping[str, StoredFile]) -> list[str]:
 
     Raises a ValueError for a file that has images in columns of other names alone.
     """
-    with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE) as threads:
+    with ThreadPool(READS_AT_ONCE) as threads:
         schemas = list(threads.map(keyed_parquet.read_schema, tables.values()))
     names = []
     for name, arrow in zip(tables, schemas, strict=True):

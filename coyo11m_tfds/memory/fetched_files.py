@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from coyo11m_tfds.memory.files import (
     map_zeros,
 )
 from coyo11m_tfds.memory.read_counts import ReadCounter
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage import retry, stored_file
 from coyo11m_tfds.storage.range_cache import RangeCache
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -61,7 +62,7 @@ class FetchedFiles(HeldFiles):
         self,
         max_in_flight: int,
         counter: ReadCounter | None = None,
-        pool: ThreadPoolExecutor | None = None,
+        pool: ThreadPool | None = None,
         cache: SplitCache | None = None,
     ):
         """Takes the number of ranges that may be in flight or wait to be taken.
@@ -75,7 +76,7 @@ class FetchedFiles(HeldFiles):
         self._max_in_flight = max_in_flight
         self._counter = counter or ReadCounter()
         self._owns_pool = pool is None
-        self._pool = pool or ThreadPoolExecutor(max_in_flight, 'fetch')
+        self._pool = pool or ThreadPool(max_in_flight, 'fetch')
         self._is_finalizing = sys.is_finalizing  # of one that outlives all modules
         self._queue: collections.deque[Range] = collections.deque()
         self._in_flight: dict[Range, Future[bytes]] = {}  # being fetched, or not taken yet
@@ -150,6 +151,7 @@ class FetchedFiles(HeldFiles):
         self._queue.clear()
         # At the end of the program the interpreter has ended the threads.
         if self._owns_pool and not self._is_finalizing():
+            self._pool.end_pauses()
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, place: np.ndarray) -> np.ndarray:

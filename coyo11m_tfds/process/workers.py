@@ -15,6 +15,7 @@ from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 from coyo11m_tfds.process import stop_signals
+from coyo11m_tfds.process.threads import ThreadPool
 
 VARIABLE = 'COYO11M_NUM_PROC'
 
@@ -88,22 +89,18 @@ def map_ahead(
     """
     futures = collections.deque[tuple[Item, concurrent.futures.Future[Result]]]()
     num_bytes = 0
-    with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
-        try:
-            for item in items:
-                num_bytes += bytes_ahead(item)
-                # Before this one is begun: its bytes are counted among those under way.
-                while futures and (len(futures) == ahead or num_bytes > max_bytes_ahead):
-                    first_item, future = futures.popleft()
-                    num_bytes -= bytes_ahead(first_item)
-                    yield first_item, future.result()
-                futures.append((item, threads.submit(function, item)))
-            while futures:
+    with ThreadPool(num_threads) as threads:
+        for item in items:
+            num_bytes += bytes_ahead(item)
+            # Before this one is begun: its bytes are counted among those under way.
+            while futures and (len(futures) == ahead or num_bytes > max_bytes_ahead):
                 first_item, future = futures.popleft()
+                num_bytes -= bytes_ahead(first_item)
                 yield first_item, future.result()
-        finally:
-            # A caller that stops early has no use for what was not begun.
-            threads.shutdown(wait=False, cancel_futures=True)
+            futures.append((item, threads.submit(function, item)))
+        while futures:
+            first_item, future = futures.popleft()
+            yield first_item, future.result()
 
 
 def _begin(init: Callable[[], None] | None) -> None:

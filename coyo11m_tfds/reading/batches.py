@@ -1,7 +1,6 @@
 """Iterators over batches in the memory of the host, which read ahead and can resume."""
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import math
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 import numpy as np
 
 from coyo11m_tfds.process import machine
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.sampling.mixture import Cursor
 
 # Of whole windows: one is given out, one is filled, of the one before some batches may be in use.
@@ -132,7 +132,7 @@ class Ahead(Iterator[T]):
         self._lock = threading.Lock()
         # A signal and no mutex: `next` locks it and waits, and the thread unlocks it for an item.
         self._arrival = threading.Lock()
-        self._executor = concurrent.futures.ThreadPoolExecutor(1, self._thread_name)
+        self._executor = ThreadPool(1, self._thread_name)
         # The thread starts here, and not in `next`, where a Ctrl-C could lose it.
         self._executor.submit(int)
         self._process = os.getpid()
@@ -169,6 +169,8 @@ class Ahead(Iterator[T]):
             return
         self._is_closed = True
         self._ready = collections.deque([(None, StopIteration())])
+        # Also those of reads that this thread waits for.
+        self._executor.end_pauses()
         # The thread drops the iterator, because only the thread knows when it is not running.
         with contextlib.suppress(RuntimeError):  # the thread has ended
             self._executor.submit(setattr, self, '_items', iter(()))

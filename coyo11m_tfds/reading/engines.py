@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.memory.fetched_files import FetchedFiles, SplitCache
 from coyo11m_tfds.memory.files import MAX_FILES, HeldFiles, MappedFiles
 from coyo11m_tfds.process import preparation
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.reading import block_loop, damage
 from coyo11m_tfds.reading.batches import MASK, Ahead, ArraySpec, Batch, Batches
 from coyo11m_tfds.reading.cached_files import CachedFiles, CacheWatch
@@ -120,14 +120,14 @@ class SplitReader:
             return map(self.mapped_reader.gather_latents, self.read_mapped(blocks))
         if self._cache_watch:
             return self._read_kept(self._cache_watch, blocks, in_flight)
-        return self._read_fetched(self._fetching_reader(in_flight), blocks)
+        return self._read_fetched(blocks, in_flight)
 
     def read_mapped(self, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
         """Yields batches as `RowReader.read` does: with the places of latents."""
         assert self.mapped_reader
         return self._read_by_rows(self.mapped_reader, blocks)
 
-    def read_block(self, block: RecordBlock, pool: ThreadPoolExecutor) -> Batch:
+    def read_block(self, block: RecordBlock, pool: ThreadPool) -> Batch:
         """Reads a block of one chunk with the threads of a pool."""
         reader = self._fetching_reader(1, pool)
         parts = self._read_parts(reader, iter([block]))
@@ -153,12 +153,12 @@ class SplitReader:
         """Yields the rows of blocks as `block_loop.read_parts` does."""
         return block_loop.read_parts(reader, blocks, self.options.chunk, self._piece_size())
 
-    def _fetching_reader(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> RowReader:
+    def _fetching_reader(self, in_flight: int, pool: ThreadPool | None = None) -> RowReader:
         """Returns a reader that fetches files; without a `pool`, with threads of its own."""
         # Whatever `verify` says: bytes may change on each of their ways.
         return self._row_reader(self._make_files(in_flight, pool), damage.ALWAYS)
 
-    def _make_files(self, in_flight: int, pool: ThreadPoolExecutor | None = None) -> FetchedFiles:
+    def _make_files(self, in_flight: int, pool: ThreadPool | None = None) -> FetchedFiles:
         """Returns files of which the ranges of `in_flight` chunks are fetched at once."""
         # The records of a chunk are one range of a shard, and its rows are one of each column.
         ranges_per_chunk = 1 + len(self._columns)
@@ -241,13 +241,15 @@ class SplitReader:
                     return
                 yield block
 
-        yield from self._read_fetched(self._fetching_reader(in_flight), fetched_blocks())
+        yield from self._read_fetched(fetched_blocks(), in_flight)
         others = itertools.chain(first_by_rows, blocks)
         by_rows = self._read_by_rows(watch.reader, others, is_cached=True)
         yield from map(watch.reader.gather_latents, by_rows)
 
-    def _read_fetched(self, reader: RowReader, blocks: Iterator[RecordBlock]) -> Iterator[Batch]:
+    def _read_fetched(self, blocks: Iterator[RecordBlock], in_flight: int) -> Iterator[Batch]:
         """Yields the batches of blocks, which are filled one ahead."""
+        # Here, so that the threads that fetch belong to the one that reads, and end with it.
+        reader = self._fetching_reader(in_flight)
         parts = self._read_parts(reader, blocks)
         filled_blocks = block_loop.fill_blocks(reader, parts)
         # A thread fills a block while the loop uses the one before it.

@@ -12,7 +12,7 @@ import operator
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, SupportsIndex, overload
 
 import numpy as np
@@ -21,6 +21,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.reading import damage
 from coyo11m_tfds.reading.batches import CROP, NOISE_SEED, Batch
 from coyo11m_tfds.reading.engines import SplitReader, read_split_keys
@@ -267,8 +268,8 @@ class _FetchedRows:
         self._lock = threading.Lock()
         # Two pools, because a thread that reads a chunk waits for those that fetch its records and
         # columns: with one pool, all of its threads might wait.
-        self._readers = ThreadPoolExecutor(in_flight, 'records')
-        self._fetchers = ThreadPoolExecutor(2 * in_flight, 'fetch')
+        self._readers = ThreadPool(in_flight, 'records')
+        self._fetchers = ThreadPool(2 * in_flight, 'fetch')
 
     def read(self, shard: np.ndarray, record: np.ndarray) -> Batch:
         """Reads records of any shards, in their order; arguments are int64 `(n,)`."""

@@ -1,6 +1,5 @@
 """Checks the captions of Parquet files and sorts them into the order of requested keys."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -21,6 +20,7 @@ from coyo11m_tfds.foreign import arrow_texts
 from coyo11m_tfds.foreign.file_names import find_first
 from coyo11m_tfds.process.errors import Faults, FieldError
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.source import copied_files, keyed_parquet, keyed_values
 from coyo11m_tfds.source.keyed_parquet import KeyedFile, RemoteColumns
 from coyo11m_tfds.source.keyed_values import KeyedValues, KeyedValuesWriter, KeyPlaces
@@ -60,7 +60,7 @@ class CaptionFiles:
         # By default, any of the usual names will do.
         if caption_column == schema.DEFAULT_CAPTION_COLUMN:
             names = schema.CAPTION_COLUMNS
-        with concurrent.futures.ThreadPoolExecutor(_FOOTERS_AT_ONCE) as threads:
+        with ThreadPool(_FOOTERS_AT_ONCE) as threads:
             schemas = threads.map(keyed_parquet.read_schema_and_count, files)
             for file, (arrow, num_rows) in zip(files, schemas, strict=True):
                 # Without rows, a column may have any type, or be missing.
@@ -142,7 +142,7 @@ class CaptionFiles:
         # All footers first: they say how many bytes there are to fetch, for the progress.
         names = self.key_column, self.caption_column
         open_columns = functools.partial(RemoteColumns, columns=names)
-        with concurrent.futures.ThreadPoolExecutor(_FOOTERS_AT_ONCE) as threads:
+        with ThreadPool(_FOOTERS_AT_ONCE) as threads:
             columns = list(threads.map(open_columns, large))
         num_bytes = sum(file_columns.num_bytes for file_columns in columns)
         with (

@@ -4,7 +4,6 @@ It takes 150 MB of memory with all libraries, whatever the size of the file and 
 """
 
 import base64
-import concurrent.futures
 import contextlib
 import functools
 import re
@@ -20,6 +19,7 @@ from coyo11m_tfds.foreign import arrow_texts, foreign_text
 from coyo11m_tfds.foreign.file_names import find_first
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage.file_state import OnBytes, ignore_bytes, naming
 from coyo11m_tfds.storage.stored_file import RangeReader, StoredFile
 
@@ -305,7 +305,7 @@ class RemoteColumns:
             return begin, data
 
         with (
-            concurrent.futures.ThreadPoolExecutor(_REQUESTS_AT_ONCE) as threads,
+            ThreadPool(_REQUESTS_AT_ONCE) as threads,
             naming(path),
             open(path, 'wb') as copy,
         ):

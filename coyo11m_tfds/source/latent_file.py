@@ -1,6 +1,5 @@
 """One file of latents of any format: its check, its rows by number, and where the rows lie."""
 
-import concurrent.futures
 import functools
 import hashlib
 import itertools
@@ -19,6 +18,7 @@ from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.keyed_random import name_hash, splitmix64
 from coyo11m_tfds.foreign.file_names import find_first
 from coyo11m_tfds.process.errors import damaged_file_error
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.source import copied_files
 from coyo11m_tfds.storage import file_state, retry
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -188,7 +188,7 @@ class LatentFile:
                 head.write(data)
 
         # A request for each: between two crops of a sample lie more bytes than in both.
-        with concurrent.futures.ThreadPoolExecutor(_CROPS_AT_ONCE) as threads:
+        with ThreadPool(_CROPS_AT_ONCE) as threads:
             # The list raises the errors of the threads.
             list(threads.map(fetch, offsets.tolist()))
 

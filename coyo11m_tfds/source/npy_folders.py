@@ -7,7 +7,6 @@ There may be a million files, so a folder, of up to 1,000 of them, counts as one
 To fetch it is to pack it into a tar that `TarFile` reads, with the number of each image as its key.
 """
 
-import concurrent.futures
 import dataclasses
 import json
 import os
@@ -17,6 +16,7 @@ from collections.abc import Mapping
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.foreign import tar_members
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.base import ReadableFolder
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, ignore_bytes
@@ -46,7 +46,7 @@ class NpyFolder(StoredFile):
         if _describe_folder(self.path, files, self.classes).version != self.version:
             raise file_changed(self, 'its files are others')
         with (
-            concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE) as threads,
+            ThreadPool(_READS_AT_ONCE) as threads,
             tarfile.open(target, 'w', format=tarfile.USTAR_FORMAT) as tar,
         ):
             contents = threads.map(StoredFile.read, files.values())

@@ -4,7 +4,6 @@ Every file is checked before a build writes anything, of remote files only the h
 labels next to the latents are copied into Parquet files.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -23,6 +22,7 @@ from coyo11m_tfds.foreign.file_names import find_first
 from coyo11m_tfds.process.errors import FieldError
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.source import formats, keyed_values, sidecar
 from coyo11m_tfds.source.latent_file import LABELS, ColumnNames, LatentFile
 from coyo11m_tfds.source.pt_file import RowsDisagreeError
@@ -124,7 +124,7 @@ def write_numbers(
                 )
             return pa.table({schema.PARQUET_KEY: pa.array(shard.keys), column: numbers})
 
-    with concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads:
+    with ThreadPool(_HEADS_AT_ONCE) as threads:
         tables = list(threads.map(read_one, files))
     try:
         table = pa.concat_tables(tables, promote_options='permissive')
@@ -386,7 +386,7 @@ class SourceLatents:
         read_one = functools.partial(_read_head, head_dir=head_dir, options=options)
         with (
             Progress('Checking the source', len(files), 'files') as progress,
-            concurrent.futures.ThreadPoolExecutor(_HEADS_AT_ONCE) as threads,
+            ThreadPool(_HEADS_AT_ONCE) as threads,
         ):
             # In the order of the files, whichever is read first: so the tables are always the same.
             for file, (head, file_texts) in zip(files, threads.map(read_one, files), strict=True):

@@ -7,9 +7,9 @@ import abc
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, StrPath, compute_state, ignore_bytes
 from coyo11m_tfds.storage.locks import Lock
 from coyo11m_tfds.storage.stored_file import StoredFile
@@ -237,7 +237,7 @@ def _map_files(
     if names is not None:
         chosen = sorted(files.keys() & set(names))
     results = {}
-    with ThreadPoolExecutor(THREADS) as threads:
+    with ThreadPool(THREADS) as threads:
         values = threads.map(call, chosen)
         for name, value in zip(chosen, values, strict=True):
             if value is not None:

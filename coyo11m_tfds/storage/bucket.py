@@ -15,7 +15,6 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import google.auth.transport.requests
@@ -26,6 +25,7 @@ from google.api_core import exceptions
 from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption
 
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage import locks, retry
 from coyo11m_tfds.storage.base import THREADS, WritableFolder
 from coyo11m_tfds.storage.file_state import FileState, OnBytes, StrPath, compute_state
@@ -168,7 +168,7 @@ class Bucket(RemoteFolder, WritableFolder):
 
     def remove(self, names: Iterable[str]) -> None:
         """Deletes objects, several at a time; folders need no removal."""
-        with ThreadPoolExecutor(THREADS) as threads:
+        with ThreadPool(THREADS) as threads:
             list(threads.map(_delete_object, map(self.path_of, names)))
 
     def lock(self) -> 'BucketLock':

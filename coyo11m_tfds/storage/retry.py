@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from absl import logging
 
-from coyo11m_tfds.process import errors
+from coyo11m_tfds.process import errors, threads
 
 T = TypeVar('T')
 
@@ -90,6 +90,7 @@ def call(operation: Callable[[], T], label: str) -> T:
     Raises:
         GivenUp: Every attempt failed with a transient error.
         PermissionError: The storage refuses the credentials of this machine.
+        CancelledError: Nobody waits for this thread of a `ThreadPool` any more.
         Exception: Any other error of the operation, at once.
     """
     for attempt in range(1, _ATTEMPTS + 1):
@@ -115,7 +116,7 @@ def call(operation: Callable[[], T], label: str) -> T:
             elif _is_first_to_wait(quota, delay):
                 logging.warning('%s: %s; waiting %.0f s for the next.', label, quota, delay)
         _threads.num_retries = count_retries() + 1
-        time.sleep(delay)
+        threads.pause(delay)
     raise AssertionError  # the last attempt has returned or raised
 
 

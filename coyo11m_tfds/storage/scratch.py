@@ -4,13 +4,14 @@ import concurrent.futures
 import contextlib
 import os
 import platform
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coyo11m_tfds import schema, storage
+from coyo11m_tfds.process import threads
 from coyo11m_tfds.process.progress import Progress
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage import locks
 from coyo11m_tfds.storage.file_state import OnBytes, StrPath, ignore_bytes
 from coyo11m_tfds.storage.stored_file import StoredFile, common_path
@@ -133,21 +134,14 @@ def _fetch_all(paths: Mapping[StoredFile, str], on_bytes: OnBytes) -> None:
         [(file, path)] = paths.items()
         file.fetch(path, on_bytes)
         return
-    stop = threading.Event()
 
     def count(num_bytes: int) -> None:
+        """Counts a block of a download, which can be ended here."""
         on_bytes(num_bytes)
-        # Every download calls this for each block: here it can be ended from outside.
-        if stop.is_set():
-            raise concurrent.futures.CancelledError
+        threads.end_if_stopped()
 
-    with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as threads:
-        downloads = [threads.submit(file.fetch, path, count) for file, path in paths.items()]
-        try:
-            # In the order in which they end: an error must not wait for the files before it.
-            for download in concurrent.futures.as_completed(downloads):
-                download.result()
-        # Also a Ctrl-C: the end of this block waits for all threads.
-        except BaseException:
-            stop.set()
-            raise
+    with ThreadPool(_DOWNLOADS_AT_ONCE) as pool:
+        downloads = [pool.submit(file.fetch, path, count) for file, path in paths.items()]
+        # In the order in which they end: an error must not wait for the files before it.
+        for download in concurrent.futures.as_completed(downloads):
+            download.result()

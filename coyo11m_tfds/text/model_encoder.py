@@ -4,13 +4,13 @@ The tokenizer is that of the package `tokenizers`, without its wrapper in transf
 1.5 times as long. It releases the interpreter's lock, so another thread can run a model.
 """
 
-import concurrent.futures
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tokenizers
 
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage import model_fields, model_files
 from coyo11m_tfds.text.protocols import Encoder, OnBatch, Tokenizer, ignore_batch
 
@@ -82,7 +82,7 @@ class ModelTokenizer(Tokenizer):
         for start in range(0, len(captions), _CAPTIONS_AT_ONCE):
             blocks.append(list(captions[start : start + _CAPTIONS_AT_ONCE]))
         # Of two threads one collects ids, on one core, while the other has all cores for its block.
-        with concurrent.futures.ThreadPoolExecutor(2, 'tokenize') as threads:
+        with ThreadPool(2, 'tokenize') as threads:
             tokenized_blocks = list(threads.map(self._tokenize_block, blocks))
         tokens = []
         for block_ids, num_truncated in tokenized_blocks:

@@ -5,7 +5,6 @@ everything that decides its contents. So parts need neither locks nor a clean-up
 make the same part write the same bytes.
 """
 
-import concurrent.futures
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.process import errors, workers
 from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.source import keyed_parquet, sidecar
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import file_state
@@ -111,7 +111,7 @@ class SidecarParts:
             expected = self._metadata_of(number)
             errors.check_same_entries(expected, metadata, file.path, 'is what this command makes')
 
-        with concurrent.futures.ThreadPoolExecutor(_CHECKED_AT_ONCE) as threads:
+        with ThreadPool(_CHECKED_AT_ONCE) as threads:
             # A list, because errors are raised where results are taken.
             list(threads.map(check_one, finished))
 

@@ -1,10 +1,11 @@
 """Builds from a bucket to a bucket: whatever goes wrong on the way, the same bytes arrive."""
 
 import pathlib
+import signal
 
 import pytest
 
-from tests import made_sources
+from tests import children, made_sources
 from tests.built import files_of
 from tests.convert import build_kills
 from tests.fakes.cloud import Fault
@@ -88,3 +89,16 @@ def test_a_lasting_fault_is_one_clear_error_and_what_is_finished_stays(
     assert last_line(place) == 'built here'
     assert (place.read(), place.others()) == (undisturbed, set())
     assert kind == '503' or [n for n in objects if '/building-' in n and '.tfrecord' in n]
+
+
+@pytest.mark.parametrize('match', ['read source', 'upload data/.*tfrecord'])
+def test_an_interrupted_build_does_not_wait_for_a_bucket_out_of_reach(gcs, source, tmp_path, match):
+    gcs.upload_folder(source, SOURCE)
+    env = gcs.env | {'COYO11M_RETRY_SECONDS': '600'}
+    place = build_kills.Place(SOURCE, 'gs://data/out', tmp_path / 'scratch', env)
+    gcs.inject(Fault('503', count=None, match=match))
+    build = place.start()
+    children.wait_until(lambda: any(request.fault for request in gcs.requests))
+    build.send_signal(signal.SIGINT)
+    children.wait_until(lambda: build.poll() is not None, seconds=60)
+    assert 'KeyboardInterrupt' in build.end().stderr

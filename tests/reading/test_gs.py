@@ -8,6 +8,7 @@ import pytest
 
 import input_pipeline
 from coyo11m_tfds import schema
+from tests import children
 from tests.fakes.cloud import Fault, Gcs
 from tests.reading import small_dataset
 from tests.reading.batches import wait_until_idle
@@ -107,3 +108,14 @@ def test_an_outage_is_an_error_even_where_bad_records_are_skipped(bucket, kind, 
     with pytest.raises(OSError, match=rf'\.tfrecord.*{advice}') as error:
         read(DATA, on_bad_records='skip')
     assert 'build the data set again' not in str(error.value)
+
+
+def test_whoever_closes_batches_does_not_wait_for_a_bucket_out_of_reach(bucket, monkeypatch):
+    monkeypatch.setenv('COYO11M_RETRY_SECONDS', '600')
+    counter = input_pipeline.ReadCounter()
+    asked = ORDER | {'engine': 'chunks', 'features': ['key'], 'counter': counter}
+    with input_pipeline.train_batches(DATA, **asked) as batches:
+        next(batches)
+        bucket.inject(Fault('503', count=None, match=r'read bucket/.*\.tfrecord'))
+        children.wait_until(lambda: any(request.fault for request in bucket.requests))
+    wait_until_idle(counter)
