@@ -57,7 +57,7 @@ def parse_latents_from(text: str, key_column: str = '') -> LatentsFrom:
     name = fields[0]
     if len(fields) == 1:
         return LatentsFrom(name, key_column=key_column)
-    if len(fields) == 3:
+    if len(fields) == 3 and name:
         dtype = fields[1]
         sizes = []
         for word in fields[2].split(','):

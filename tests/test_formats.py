@@ -435,6 +435,7 @@ CHOSEN_BADLY = {
     'a dtype without a shape': ('x:float16', 'expected NAME or NAME:DTYPE:C,H,W'),
     'a dtype of no latents': ('x:float64:4,32,32', 'expected NAME or NAME:DTYPE:C,H,W'),
     'a shape of two axes': ('x:float16:4,32', 'expected NAME or NAME:DTYPE:C,H,W'),
+    'a shape of no column': (':float16:4,32,32', 'expected NAME or NAME:DTYPE:C,H,W'),
     'a negative size': ('x:float16:4,32,-32', 'expected NAME or NAME:DTYPE:C,H,W'),
 }
 

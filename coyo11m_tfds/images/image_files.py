@@ -180,12 +180,13 @@ def _find_left(
             left[name] = reason
         elif image_kinds.may_be_image(name):
             unknown_names[image_kinds.get_suffix(name)].append(name)
-    for names in unknown_names.values():
-        left |= _judge_heads({name: files[name] for name in names})
+    with ThreadPool(READS_AT_ONCE) as threads:
+        for names in unknown_names.values():
+            left |= _judge_heads({name: files[name] for name in names}, threads)
     return left
 
 
-def _judge_heads(files: Mapping[str, StoredFile]) -> dict[str, str]:
+def _judge_heads(files: Mapping[str, StoredFile], threads: ThreadPool) -> dict[str, str]:
     """Returns which files of one suffix begin like images, with the reason why they are left."""
 
     def judge(name: str) -> str | None:
@@ -197,10 +198,9 @@ def _judge_heads(files: Mapping[str, StoredFile]) -> dict[str, str]:
     def judge_all(names: Collection[str]) -> dict[str, str]:
         """Returns those of some files that begin like images, with the reason."""
         reasons = {}
-        with ThreadPool(READS_AT_ONCE) as threads:
-            for name, reason in zip(names, threads.map(judge, names), strict=True):
-                if reason:
-                    reasons[name] = reason
+        for name, reason in zip(names, threads.map(judge, names), strict=True):
+            if reason:
+                reasons[name] = reason
         return reasons
 
     first_names = [name for name, file in files.items() if file.local_path]

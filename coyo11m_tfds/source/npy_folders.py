@@ -70,7 +70,7 @@ def find_npy_folders(source: ReadableFolder, index: StoredFile) -> dict[str, Sto
     folders = dict[str, dict[str, StoredFile]]()
     for path, file in source.list(deep=True).items():
         folder, name = os.path.split(path)
-        if folder.isdigit():
+        if folder.isdecimal():
             folders.setdefault(folder, {})[name] = file
     tars: dict[str, StoredFile] = {}
     for folder in sorted(folders):
