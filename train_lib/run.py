@@ -188,10 +188,11 @@ def _find_config(name: str) -> str:
     """Returns the path of the file of a configuration; ends the process if there is none."""
     # The file gets what follows the colon.
     path, _, _ = name.partition(':')
-    if pathlib.Path(path).is_file():
+    # Not by `pathlib`, which raises an error for a name that is too long for a file.
+    if os.path.isfile(path):
         return name
     for longer_path in _longer_paths(name):
-        if pathlib.Path(longer_path).is_file():
+        if os.path.isfile(longer_path):
             sys.exit(
                 f'error: --config={name}: what follows the first colon goes to get_config of the '
                 f'file {path}; for the file {longer_path}, expected a path without a colon, as '
@@ -336,6 +337,9 @@ def _explain_line_of_file(path: str, error: BaseException) -> str:
     For errors that were raised elsewhere it returns ''.
     """
     file, _, _ = path.partition(':')
+    # Of a file that Python cannot parse, no line has run.
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f'--config={path}, line {error.lineno}: {type(error).__name__}: {error.msg}'
     frames = list(traceback.walk_tb(error.__traceback__))
     lines = [line for frame, line in frames if frame.f_code.co_filename == file]
     if not lines:

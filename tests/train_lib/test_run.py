@@ -142,6 +142,10 @@ WRONG_FILES = {
         'assert False, "no"',
         '--config=FILE, line 5: AssertionError: no$',
     ),
+    'a line that is no Python': (
+        'config.seed = (',
+        r"--config=FILE, line 5: SyntaxError: '\(' was never closed$",
+    ),
     'a part that is replaced': (
         'config.optimizer = {"name": "adamw"}',
         "the configuration lacks the field 'optimizer",
@@ -279,6 +283,11 @@ def test_the_name_of_a_configuration_becomes_its_path(elsewhere, name):
     assert resolved == ['x', f'--config={path}', '--workdir=w']
     assert run.resolve(['x', '-config', name]) == ['x', '-config', path]
     assert sys.path == [str(CHECKOUT)]  # so that a file of one's own can import the default
+
+
+def test_a_name_that_is_too_long_for_a_file_is_told(elsewhere):
+    with pytest.raises(SystemExit, match=r'^error: --config=n{300}: there is no such file'):
+        run.resolve(['x', f'--config={"n" * 300}'])
 
 
 def test_what_is_no_name_stays(elsewhere):

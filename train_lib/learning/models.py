@@ -96,7 +96,8 @@ def _import_model(kind: str) -> Any:
     module, _, name = kind.partition(':')
     try:
         model = getattr(importlib.import_module(module), name)
-    except (ImportError, ValueError, AttributeError) as error:
+    # A TypeError for a relative name, such as `.mine`.
+    except (ImportError, ValueError, TypeError, AttributeError) as error:
         problem = f"{error}; expected 'dit' or MODULE:CLASS that can be imported"
         raise FieldError('model.kind', kind, problem) from error
     # A field without a default is no attribute of its class.

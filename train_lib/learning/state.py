@@ -56,8 +56,9 @@ def make_schedule(
     elif name == 'constant':
         decay = optax.constant_schedule(learning_rate)
     elif name == 'wsd':  # warm-up, stable, decay: Hägele et al., arXiv:2405.18392
-        decay_steps = round(_DECAY_SHARE * num_steps)
-        stable_steps = max(num_steps - warmup_steps - decay_steps, 0)
+        # A long warm-up leaves less: the rate is 0 at the last step all the same.
+        decay_steps = min(round(_DECAY_SHARE * num_steps), num_steps - warmup_steps)
+        stable_steps = num_steps - warmup_steps - decay_steps
         decay = optax.linear_schedule(learning_rate, 0.0, decay_steps, stable_steps)
     else:
         raise FieldError('optimizer.schedule', name, "expected 'cosine', 'wsd' or 'constant'")

@@ -31,6 +31,8 @@ def _above(bound: float) -> FieldRule:
 
 _SHARE = FieldRule('at least 0 and less than 1', lambda x: 0 <= x < 1)
 _FINITE = FieldRule('a finite number', math.isfinite)
+# Of a run, which counts its steps in int32.
+_NUM_STEPS = FieldRule('from 1 to 2**31 - 1', lambda x: 1 <= x < 2**31)
 _SEED = FieldRule('from 0 to 2**31 - 1', lambda x: 0 <= x < 2**31)
 _EXIT_STATUS = FieldRule('from 0 to 255, an exit status', lambda x: 0 <= x <= 255)
 _DATA_FOLDER = FieldRule('the folder of a built data set, .../coyo11m_tfds/CONFIG/1.0.0', bool)
@@ -38,7 +40,7 @@ _DATA_FOLDER = FieldRule('the folder of a built data set, .../coyo11m_tfds/CONFI
 # In the order in which they are checked.
 _RULES = {
     'accumulate': at_least(1),
-    'num_steps': at_least(1),
+    'num_steps': _NUM_STEPS,
     'log_every': at_least(1),
     'keep_checkpoints': at_least(1),
     'data.device_prefetch': at_least(1),
@@ -111,6 +113,10 @@ def check_config(config: ml_collections.ConfigDict, *, needs_data: bool = True) 
             f'the configuration lacks the field {missing[0]!r}: set the fields of a block one by '
             'one, so that the others keep their defaults'
         )
+    for name, value in fields.items():
+        # A file may set it, whatever the kind of the field is.
+        if value is None:
+            raise FieldError(name, value, "expected a value: 0 or '' stands for none")
     for name, rule in _RULES.items():
         # A mixture takes the place of the folder.
         if name == DATA_SET and (fields[MIX] or not needs_data):

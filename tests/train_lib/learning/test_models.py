@@ -131,6 +131,10 @@ WRONG = {
         {'kind': 'unet'},
         "model.kind='unet': No module named 'unet'; expected 'dit' or MODULE:",
     ),
+    'a module without its package': (
+        {'kind': '.unet:Net'},
+        "model.kind='.unet:Net': the 'package' argument is required",
+    ),
     'a class that is not there': (
         {'kind': 'json:Net'},
         "'json' has no attribute 'Net'; expected 'dit' or MODULE:CLASS",

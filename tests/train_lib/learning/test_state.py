@@ -94,6 +94,9 @@ def test_a_rate_rises_stays_and_falls():
     rate = state.make_schedule('wsd', num_steps=100, learning_rate=1.0, warmup_steps=10)
     steps = 0, 5, 10, 40, 70, 85, 100
     np.testing.assert_allclose([rate(x) for x in steps], [0, 0.5, 1, 1, 1, 0.5, 0], atol=1e-6)
+    # Also behind a warm-up that leaves less than its three tenths to the fall.
+    rate = state.make_schedule('wsd', num_steps=100, learning_rate=1.0, warmup_steps=80)
+    np.testing.assert_allclose([rate(x) for x in (80, 90, 100)], [1, 0.5, 0], atol=1e-6)
 
 
 def init_by_muon(params) -> None:

@@ -70,6 +70,20 @@ def test_a_value_out_of_its_range_is_told_with_what_is_expected(field, value):
         config_rules.check_config(config_with(**{field: value}))
 
 
+# More than the ranges of single fields: what an array of a run cannot count, and Python's None.
+BEYOND = {
+    'more steps than int32 holds': ('num_steps', 2**31, 'from 1 to 2**31 - 1'),
+    'no number': ('keep_every', None, "a value: 0 or '' stands for none"),
+    'no text': ('encoder', None, "a value: 0 or '' stands for none"),
+}
+
+
+@pytest.mark.parametrize(('field', 'value', 'expected'), BEYOND.values(), ids=BEYOND)
+def test_a_value_that_no_run_could_have_is_told(field, value, expected):
+    with pytest.raises(ValueError, match=re.escape(f'{field}={value!r}: expected {expected}')):
+        config_rules.check_config(config_with(**{field: value}))
+
+
 UNFIT = {
     'guidance that ends before it begins': (
         'preview.guidance_low',

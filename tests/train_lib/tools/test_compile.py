@@ -210,7 +210,7 @@ def test_a_frozen_encoder_is_in_what_is_compiled(analyze_tiny, models):  # noqa:
 def test_a_setting_out_of_its_range_is_refused_as_by_a_run():
     config = default.get_config()
     config.num_steps = 0
-    with pytest.raises(ValueError, match='num_steps=0: expected at least 1'):
+    with pytest.raises(ValueError, match='num_steps=0: expected from 1 to 2'):
         compile.analyze(config, 'v5e:4x4')
 
 
