@@ -40,7 +40,7 @@ def decode_caption(data: bytes) -> str:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parses JSON of any encoding; raises a ValueError or RecursionError if it is none."""
+    """Parses JSON as `decode` reads it; raises a ValueError or RecursionError if it is none."""
     return json.loads(decode(data))
 
 

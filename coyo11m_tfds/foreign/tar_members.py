@@ -84,7 +84,9 @@ def _parse_size(header: bytes) -> int:
     """Returns the size of a member: in octal digits or, of more than 8 GB as by GNU, in binary."""
     if header[124] & 0x80:
         return int.from_bytes(header[125:136])
-    return int(_decode_field(header[124:136]) or '0', 8)
+    # Some writers pad with blanks.
+    digits = _decode_field(header[124:136]).strip()
+    return int(digits or '0', 8)
 
 
 def _parse_name(header: bytes) -> str:
@@ -119,7 +121,8 @@ def _parse_pax(path: str, start: int, data: bytes) -> dict[str, str]:
 def _decode_field(field: bytes) -> str:
     """Returns the text of a field, up to the first zero byte."""
     text, _, _ = field.partition(b'\0')
-    return text.decode('utf-8', 'surrogateescape').strip()
+    # With blanks around it: they tell names from each other.
+    return text.decode('utf-8', 'surrogateescape')
 
 
 def _damaged(path: str, problem: str) -> ValueError:

@@ -6,8 +6,6 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import google_crc32c
-
 from coyo11m_tfds import schema
 from coyo11m_tfds.images import image_tables
 from coyo11m_tfds.images.image_tables import ImageTables
@@ -25,7 +23,7 @@ from coyo11m_tfds.images.source_image import (
 from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.storage import json_digest
 from coyo11m_tfds.storage.scratch import Scratch
-from coyo11m_tfds.storage.stored_file import StoredFile
+from coyo11m_tfds.storage.stored_file import ChecksumScan, StoredFile
 
 _TABLE = 'table'  # in place of a suffix
 _REMOTE_KEYS = 4  # looked at in a remote part, whose images have a `.json` each: a request
@@ -150,6 +148,9 @@ class FolderPart(ImagePart):
     @contextlib.contextmanager
     def _open_rows(self, scratch: Scratch) -> Iterator[Iterable[Sequence[ImageRow]]]:
         """Yields all images as one group."""
+        # Before the texts are read: to one that changes from now on, the digest of the next run is
+        # another one.
+        _ = self.texts_digest
         yield [self._read_rows(list(self._data))]
 
     def _read_first_rows(self, count: int) -> Sequence[ImageRow]:
@@ -203,4 +204,4 @@ class FolderPart(ImagePart):
 
 def _identify_content(file: StoredFile) -> str:
     """Returns a checksum of a small file, that of its storage if there is one."""
-    return file.checksum or f'{google_crc32c.value(file.read()):08x}'
+    return file.checksum or f'{file.scan(ChecksumScan).crc32c:08x}'

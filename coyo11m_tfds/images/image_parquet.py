@@ -21,7 +21,6 @@ from coyo11m_tfds.images.source_image import (
     raising,
 )
 from coyo11m_tfds.pictures.pixels import BadImageError
-from coyo11m_tfds.process.errors import describe_type
 from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.source import keyed_parquet
 from coyo11m_tfds.storage.scratch import Scratch
@@ -74,12 +73,16 @@ class ParquetPart(ImagePart):
         # Of a remote file, only the keys are fetched.
         opened = file.local_path or RangeReader(file)
         with keyed_parquet.naming_damage(file.path), keyed_parquet.open_parquet(opened) as table:
+            kinds = dict(zip(table.schema_arrow.names, table.schema_arrow.types, strict=True))
+            kind = kinds.get(schema.KEY, pa.null())
+            is_text = _is_short_text(kind)
             # All keys are hashes then, which do not repeat.
-            if schema.KEY not in table.schema_arrow.names:
+            if not (is_text or pa.types.is_integer(kind)):
                 return []
             rows = list[ImageRow]()
             for batch in table.iter_batches(count, columns=[schema.KEY], use_threads=False):
-                keys = batch.column(0).to_pylist()
+                column = batch.column(0)
+                keys = _read_texts(column) if is_text else column.to_pylist()
                 for number, key in enumerate(keys):
                     # Nobody reads the images of these rows, so that any function does.
                     rows.append(ImageRow(f'{label}/{number}', 0, {schema.KEY: key}, bytes))
@@ -129,9 +132,7 @@ def read_images(path: str, name: str, caption_columns: Sequence[str]) -> Iterato
                 # As numbers in all rows, whether the first of a tar has them or not.
                 fields[column] = math.nan if number is None else number
             for column in texts:
-                texts_of_batch = arrow_texts.read_texts(batch.column(column))
-                text = texts_of_batch[0].as_py()
-                fields[column] = foreign_text.decode_utf8(text or b'')
+                [fields[column]] = _read_texts(batch.column(column))
             data = b''
             problem: BadImageError | None = None
             try:
@@ -161,7 +162,9 @@ def _find_columns(
         if column == IMAGE:
             continue
         if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-            numbers.append(column)
+            # A number under such a name, such as that of captions, would be taken for a caption.
+            if column not in caption_columns:
+                numbers.append(column)
         elif column in caption_columns or _is_short_text(kind):
             texts.append(column)
     captions = [column for column in caption_columns if column in kinds]
@@ -174,6 +177,13 @@ def _find_columns(
             f'{name}: column {first!r} is {kinds[first]}, expected texts. Set caption_column.'
         )
     return texts, numbers
+
+
+def _read_texts(column: pa.Array) -> list[str]:
+    """Returns the texts of a column, '' for a null."""
+    texts = arrow_texts.read_texts(column).to_pylist()
+    # Not by Arrow, for which one text that is no UTF-8 is the end of the file.
+    return [foreign_text.decode_utf8(text or b'') for text in texts]
 
 
 def _is_short_text(kind: pa.DataType) -> bool:
@@ -201,24 +211,30 @@ def _can_be_images(kind: pa.DataType) -> bool:
 
 def _read_image(value: pa.Scalar) -> bytes:
     """Returns the bytes of an image, b'' without one; a BadImageError for something else."""
-    if isinstance(value, pa.ExtensionScalar) and value.is_valid:
-        value = value.value
-    if isinstance(value, pa.ListScalar | pa.LargeListScalar) and value.is_valid:
-        return value.values.to_numpy(zero_copy_only=False).tobytes()
-    image = value.as_py()
-    # As the library datasets has it: the bytes, or else where they were.
-    if isinstance(image, dict):
-        image = image.get('bytes') or image.get('path')
-    if image is None:
+    if not value.is_valid:
         return b''
-    if isinstance(image, bytes):
-        # Some writers have texts of base64 in columns of bytes.
-        if not image.startswith(_BASE64_HEADS_AS_BYTES):
-            return image
-        image = image.decode('latin-1')
-    if not isinstance(image, str):
-        raise BadImageError('no bytes of an image', f'but {describe_type(image)}')
-    return _read_image_of_text(image)
+    if isinstance(value, pa.ExtensionScalar | pa.DictionaryScalar):
+        return _read_image(value.value)
+    # As the library datasets has it: the bytes, or else where they were.
+    if isinstance(value, pa.StructScalar):
+        data = _read_image(value['bytes']) if 'bytes' in value else b''
+        if not data and 'path' in value:
+            data = _read_image(value['path'])
+        return data
+    if isinstance(value, pa.ListScalar) and value.type.value_type == pa.uint8():
+        return value.values.to_numpy(zero_copy_only=False).tobytes()
+    if not isinstance(value, pa.BinaryScalar):
+        raise BadImageError('no bytes of an image', f'but {value.type}')
+    data = value.as_buffer().to_pybytes()
+    # Some writers have texts of base64 in columns of bytes.
+    if data.startswith(_BASE64_HEADS_AS_BYTES):
+        return _read_image_of_text(data.decode('latin-1'))
+    # Others have bytes in columns of texts.
+    if data and arrow_texts.is_text(value.type):
+        text = foreign_text.decode_utf8(data)
+        if foreign_text.is_readable(text):
+            return _read_image_of_text(text)
+    return data
 
 
 def _read_image_of_text(text: str) -> bytes:

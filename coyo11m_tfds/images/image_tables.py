@@ -67,7 +67,7 @@ class ImageTables:
             table = _parse_json_lines(text, path)
         matches = self._match(name, table)
         without_row = self._find_without_row(name, matches)
-        if matches.unknown and not matches.rows:
+        if matches.unknown and not (matches.rows or matches.elsewhere):
             raise ValueError(
                 f'{path}: no row names an image, but {list_names(matches.unknown)}; there are '
                 f'images such as {list_names(without_row)}. Write their paths, relative to the '

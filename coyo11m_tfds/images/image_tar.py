@@ -115,6 +115,7 @@ class _SampleData:
     def __init__(self, names: Iterable[str], images: Sequence[str]):
         """Takes the names of all members, and those of the images that are taken."""
         self._texts = dict[tuple[str, str], str]()  # by stem and suffix
+        self._suffixes = dict[str, str]()  # of all `.json` and `.txt`, by name
         self._others = dict[str, str]()  # suffixes of texts that are not read, by name
         for name in names:
             if is_hidden(name):
@@ -122,8 +123,11 @@ class _SampleData:
             suffix = image_kinds.get_suffix(name)
             kind = suffix.lower()
             if kind in image_texts.SUFFIXES:
+                self._suffixes[name] = kind
                 stem = name.removesuffix(suffix)
-                self._texts[stem, kind] = name
+                same_text = self._texts.get((stem, kind), '')
+                # Of suffixes that differ in case, one in small letters counts, as in a folder.
+                self._texts[stem, kind] = max(name, same_text)
             elif kind in image_texts.OTHER_SUFFIXES:
                 self._others[name] = kind
         # Images that differ only in what follows the last dot, or the first, share a `.json`.
@@ -148,8 +152,10 @@ class _SampleData:
         reasons = {}
         for name, suffix in self._others.items():
             reasons[name] = f'{suffix}, expected .txt or .json'
-        for (_, suffix), name in self._texts.items():
-            if name not in used_names:
+        for name, suffix in self._suffixes.items():
+            if self._texts[get_stem(name), suffix] != name:
+                reasons[name] = f'{suffix} beside another of its name'
+            elif name not in used_names:
                 reasons[name] = f"{suffix} of no image's name"
         return reasons
 

@@ -225,6 +225,9 @@ class ImagePart(abc.ABC):
             # All rows of a part are in memory: of other texts than captions a key is enough.
             if column in self._columns:
                 text = foreign_text.find_text(value)
+                # The image has the column, if no caption.
+                if text is None and (value is None or isinstance(value, list)):
+                    text = ''
                 max_length = schema.MAX_CAPTION_BYTES + 1
             else:
                 text = value

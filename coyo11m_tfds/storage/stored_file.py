@@ -136,8 +136,15 @@ class StoredFile:
         return storage.class_of(self.path).fetch(self, target, on_bytes)
 
     def read(self) -> bytes:
-        """Reads the content of a small file; compares its CRC-32C, if the storage keeps one."""
-        return bytes(self.scan(_ContentScan).content)
+        """Reads the content of a small file; compares its CRC-32C, if the storage keeps one.
+
+        Raises a `FileChanged` for a local file that has changed since it was listed.
+        """
+        content = bytes(self.scan(_ContentScan).content)
+        # Of one that has become longer, the listed size would be a part.
+        if not self.is_unchanged():
+            raise file_changed(self, 'or while it was read')
+        return content
 
     def scan(self, make_scan: Callable[[], AnyScan], on_bytes: OnBytes = ignore_bytes) -> AnyScan:
         """Reads the file into a new scan; if its CRC-32C is wrong, reads it again into another."""

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coyo11m_tfds.images import image_files, source_image
+from coyo11m_tfds.images import image_files, image_texts, source_image
 from coyo11m_tfds.pictures.pixels import BadImageError
 from coyo11m_tfds.storage.scratch import Scratch
 from tests import made_images
@@ -228,6 +228,18 @@ def test_a_column_that_is_no_text_is_refused_as_captions(folder):
         assert list(captions_of(folder).values()) == ['', '']
         with pytest.raises(ValueError, match=r"x\.parquet: column 'title' is .*, expected texts"):
             find(folder, 'title')
+    # Nor is a number of the usual name, such as that of captions, where there are texts.
+    write_parquet(folder, captions=[5, 5], text=['a', 'b'])
+    assert list(captions_of(folder).values()) == ['a', 'b']
+
+
+@pytest.mark.parametrize('value', [None, []])
+def test_images_whose_column_of_captions_is_empty_have_none(folder, value):
+    write_images(folder, 'a.jpg')
+    (folder / 'a.json').write_text(json.dumps({'alt': value, 'url': 'x'}))
+    assert captions_of(folder, 'alt') == {'a.jpg': ''}
+    with pytest.raises(ValueError, match="has 'title', expected one of their texts"):
+        find(folder, 'title')
 
 
 CP1252 = 'Das Café.'.encode('cp1252')
@@ -344,10 +356,32 @@ def test_files_of_texts_have_the_names_of_images_however_they_are_written(folder
 
 
 def test_files_of_texts_with_similar_names_lead_to_no_other_image(folder):
-    write_images(folder, 'a.jpg', 'A.png', 'b.jpg', 'B.jpg')
+    write_images(folder, 'a.jpg', 'A.png', 'b.jpg', 'B.jpg', 'Cc.jpg', 'cC.jpg')
     (folder / 'A.txt').write_text('A')
     (folder / 'b.TXT').write_text('b')
-    assert captions_of(folder) == {'A.png': 'A', 'B.jpg': '', 'a.jpg': '', 'b.jpg': 'b'}
+    (folder / 'CC.txt').write_text('c')
+    expected = {'A.png': 'A', 'B.jpg': '', 'Cc.jpg': '', 'a.jpg': '', 'b.jpg': 'b', 'cC.jpg': ''}
+    assert captions_of(folder) == expected
+
+
+@pytest.mark.parametrize('names', [('a.txt', 'a.TXT'), ('a.TXT', 'a.txt')])
+def test_of_two_texts_of_an_image_one_in_small_letters_counts(tmp_path, names):
+    assert image_texts.TextFiles(dict.fromkeys(names), {'a'}).find('a') == {'.txt': 'a.txt'}
+
+
+def test_a_text_that_changes_while_it_is_read_is_no_part_of_a_caption(folder, tmp_path):
+    write_images(folder, 'a.jpg')
+    (folder / 'a.txt').write_text('a cat')
+    [part] = image_files.find_images(folder, '', lambda sizes: [slice(None)]).parts
+    with part.open(Scratch(tmp_path)) as images:
+        assert next(images).caption == 'a cat'
+        (folder / 'a.txt').write_text('a dog')
+    # What was read was another text: the next run reads it again.
+    [again] = image_files.find_images(folder, '', lambda sizes: [slice(None)]).parts
+    (folder / 'a.txt').write_text('a dog and a cat')
+    assert again.texts_digest != part.texts_digest
+    with pytest.raises(OSError, match=r'a\.txt has changed'), again.open(Scratch(tmp_path)):
+        pass
 
 
 def test_the_name_of_a_table_may_have_large_letters(folder):
@@ -494,6 +528,11 @@ def test_a_table_that_names_no_image_at_all_is_refused(folder, kind):
     message = r'no row names an image, but \w+ 1 \(dogs/1\.jpg\); .* cats/1\.jpg, '
     with pytest.raises(ValueError, match=message):
         find(folder)
+    # Those of another table are images, too.
+    write_images(folder, 'birds/1.jpg')
+    write_table(folder / 'birds', kind, [{'file_name': '1.jpg', 'text': 'close'}])
+    write_table(folder, kind, [{'file_name': f'{x}/1.jpg', 'text': 'x'} for x in ('dogs', 'birds')])
+    assert captions_of(folder) == {'birds/1.jpg': 'close', 'cats/1.jpg': '', 'cats/2.jpg': ''}
 
 
 @pytest.mark.parametrize('text', ['', '\n', 'file_name,text\n'])
@@ -549,6 +588,17 @@ def test_images_of_parquet_may_be_bytes_in_many_forms(folder, images, kind):
         images[0]['bytes'] = images[0]['bytes'].encode()
     pq.write_table(pa.table({'image': pa.array(images, kind)}), folder / 'x.parquet')
     assert [x.data for x in find(folder)] == [JPEG, PNG, WEBP]
+
+
+def test_texts_of_parquet_that_are_no_utf_8_are_no_end_of_the_file(folder):
+    raw = pa.array([CP1252, JPEG], pa.binary())
+    texts = pa.StringArray.from_buffers(2, *raw.buffers()[1:])
+    image = pa.StructArray.from_arrays([pa.array([None, JPEG]), texts], ['bytes', 'path'])
+    for images, first in ((texts, CP1252), (image, CP1252)):
+        pq.write_table(pa.table({'image': images, 'key': texts}), folder / 'x.parquet')
+        parts, _ = image_files.find_images(folder, '', lambda sizes: [])
+        image_files.check_keys(parts)
+        assert [x.data for x in find(folder)] == [first, JPEG]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,8 @@ LEFT = {
     'no_suffix': 'JPEG by its bytes, not by its name',
     'photo.jpg?w=300': 'PNG by its bytes, not by its name',
     'photo.v2': 'GIF by its bytes, not by its name',
+    # Beside one without blanks.
+    ' a.jpg ': 'JPEG by its bytes, not by its name',
 }
 HEADS = {'no_suffix': JPEG, 'photo.jpg?w=300': PNG, 'photo.v2': GIF, 'empty.jpg': b''}
 FILES = {name: HEADS.get(name, JPEG) for name in (*TAKEN, *LEFT)} | {
@@ -131,6 +133,7 @@ def test_texts_of_a_tar_that_no_image_has_are_named(tmp_path):
     used = ['a.jpg', 'a.txt', 'b.image.jpg', 'b.txt', 'c.heic', 'c.json', 'd.v2.png', 'd.v2.json']
     unused = {
         'e.txt': ".txt of no image's name",
+        'a.TXT': '.txt beside another of its name',
         'a.caption.txt': ".txt of no image's name",
         'sub/a.JSON': ".json of no image's name",
         'a.cls': '.cls, expected .txt or .json',
