@@ -7,7 +7,7 @@ for batch in read_images('PHOTOS', (256, 256), batch_size=64):
 import contextlib
 import itertools
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.images import image_files
 from coyo11m_tfds.images.source_image import SourceImage
 from coyo11m_tfds.pictures import pixels
+from coyo11m_tfds.pictures.pixels import BadImageError, OtherImageError
 from coyo11m_tfds.storage.scratch import Scratch, user_cache
 
 
@@ -41,28 +42,48 @@ def read_images(
     """
     target = pixels.Target((shape,))
     # Closed at the end, or when the caller stops: parts may be downloads on the disk.
-    with contextlib.closing(_find_images(folder)) as all_images:
+    with contextlib.closing(_read_all(folder, target)) as all_images:
         images = itertools.islice(all_images, most)
         while batch := list(itertools.islice(images, batch_size)):
-            pictures = [_read_picture(folder, image, target) for image in batch]
+            pictures = [picture for _, picture in batch]
             yield Images(
-                names=[image.name for image in batch],
-                captions=[image.caption for image in batch],
+                names=[image.name for image, _ in batch],
+                captions=[image.caption for image, _ in batch],
                 pictures=np.stack(pictures),
             )
 
 
-def _find_images(folder: str | os.PathLike[str]) -> Generator[SourceImage]:
-    """Yields the images of a folder, to be read while the generator is open."""
+def _read_all(
+    folder: str | os.PathLike[str], target: pixels.Target
+) -> Generator[tuple[SourceImage, np.ndarray]]:
+    """Yields the images of a folder with their crops, uint8 `(H, W, 3)`."""
     # All images are one part: nobody divides the work here.
     parts, left = image_files.find_images(folder, '', lambda sizes: [slice(None)])
-    if left:
-        logging.warning('%s:%s', folder, image_files.describe_left(left))
+    _tell_left(folder, left)
     # In the user's cache: there is no output whose folder could hold downloads.
     scratch = Scratch(user_cache(schema.NAME, 'images'))
+    has_images = False
     for part in parts:
+        left_of_part = dict[str, str]()
         with part.open(scratch) as images:
-            yield from images
+            for image in images:
+                try:
+                    picture = _read_picture(folder, image, target)
+                except OtherImageError as error:
+                    # A part tells of these only where its images are read.
+                    left_of_part[image.name] = error.reason
+                else:
+                    yield image, picture
+                    has_images = True
+        _tell_left(folder, left_of_part)
+    if not has_images:
+        raise ValueError(f'{folder}: has no images that are taken, expected at least one.')
+
+
+def _tell_left(folder: str | os.PathLike[str], left: Mapping[str, str]) -> None:
+    """Logs what looks like an image and is not taken, with the reasons by name."""
+    if left:
+        logging.warning('%s:%s', folder, image_files.describe_left(left))
 
 
 def _read_picture(
@@ -72,7 +93,9 @@ def _read_picture(
     try:
         # A target of one shape and one crop.
         [picture] = pixels.read_pixels(image.read(), target).crops
-    except pixels.BadImageError as error:
+    except OtherImageError:
+        raise
+    except BadImageError as error:
         [(height, width)] = target.shapes
         raise ValueError(
             f'{folder}/{image.name}: {error}; expected an image of at least {width} x {height} '

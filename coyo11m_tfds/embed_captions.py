@@ -36,7 +36,7 @@ from coyo11m_tfds.source import sidecar, source_folder
 from coyo11m_tfds.source.captions import CaptionFiles, check_unique_captions, join_texts
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage import stored_file
-from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder
+from coyo11m_tfds.storage.scratch import Scratch, check_out, scratch_folder, user_cache
 from coyo11m_tfds.text import parts, text_encoders
 from coyo11m_tfds.text.parts import SidecarParts
 from coyo11m_tfds.text.protocols import Encoder, Tokenizer
@@ -47,7 +47,7 @@ _CAPTIONS_AT_ONCE = 32768  # read from the sorted ones: some MB
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedSettings:
-    """Which captions are encoded, and how; a ValueError for a part without captions.
+    """Which captions are encoded, and how; a ValueError for a part or a batch of nothing.
 
     Attributes:
         caption_column, captions, key_column: As in the config of a build.
@@ -79,7 +79,10 @@ class EmbedSettings:
     scratch_dir: str | os.PathLike[str] = ''
 
     def __post_init__(self):
-        errors.at_least(1).check('part_captions', self.part_captions)
+        positive = errors.at_least(1)
+        positive.check('part_captions', self.part_captions)
+        if self.batch_tokens is not None:
+            positive.check('batch_tokens', self.batch_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +265,12 @@ def _make_model(encoder: str | Encoder, settings: EmbedSettings) -> Tokenizer:
         max_tokens = DEFAULT_MAX_TOKENS
     if not settings.tokens_only:
         return text_encoders.make_encoder(encoder, max_tokens, settings.batch_tokens)
-    spec, words = _find_words(encoder)
+    if encoder == schema.LABELS:
+        raise ValueError(
+            f'the encoder {encoder!r} makes no sidecar: a build makes its tokens, with '
+            f'"text_embeddings": "{schema.LABELS}" in the config.'
+        )
+    spec, words = _find_words(encoder, settings)
     return text_encoders.make_tokenizer(spec, max_tokens, words)
 
 
@@ -283,7 +291,7 @@ def _fit_words(
     return WordsTokenizer(max_tokens, model.words or words)
 
 
-def _find_words(encoder: str) -> tuple[str, str]:
+def _find_words(encoder: str, settings: EmbedSettings) -> tuple[str, str]:
     """Returns the encoder, and for `words:SIDECAR` the list of words of that sidecar."""
     spec, colon, place = encoder.partition(':')
     if spec != schema.WORDS or not colon:
@@ -291,7 +299,8 @@ def _find_words(encoder: str) -> tuple[str, str]:
     # Every part has the list of all words.
     first, *_ = sidecar.find_sidecar_files(place)
     # A remote part is fetched for it.
-    with scratch_folder(os.getcwd(), '') as folder, Scratch(folder).hold(first) as path:
+    scratch = Scratch(settings.scratch_dir or user_cache(schema.NAME, 'words'))
+    with scratch.hold(first) as path:
         header = sidecar.describe_values(path)['header']
     words = header.get('words', '')
     if not words:

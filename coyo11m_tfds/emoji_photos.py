@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, features
 
+from coyo11m_tfds import storage
 from coyo11m_tfds.images import image_tables
 from coyo11m_tfds.pictures import emoji, pixels
 from coyo11m_tfds.process import command_line, errors
@@ -82,6 +83,8 @@ def write_photos(out_dir: str | pathlib.Path, size: int, font: str = FONT) -> di
     `out_dir` is a new local folder. Raises a ValueError for another folder and as `draw_emoji`
     does, and an OSError for a disk that is full or not writable.
     """
+    if not storage.local_path(out_dir):
+        raise ValueError(f'out is {str(out_dir)!r}, expected a local folder.')
     out_dir = pathlib.Path(out_dir)
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ValueError(f'{out_dir} is not empty, expected a new folder: choose another --out')
@@ -103,14 +106,14 @@ def write_photos(out_dir: str | pathlib.Path, size: int, font: str = FONT) -> di
         if one.part == emoji.TRAINING:
             folder = TRAINING_FOLDER
         path = out_dir / folder / name
-        path.write_bytes(pixels.encode_png(picture))
+        storage.write_file(path, pixels.encode_png(picture))
         # A line of the table, as many tools write and read it.
         line = json.dumps({'file_name': name, 'caption': one.caption})
         tables[folder].append(line)
     for folder, lines in tables.items():
         text = ''.join(f'{line}\n' for line in lines)
         # Last: a folder without its table is one that was not finished.
-        (out_dir / folder / _TABLE).write_text(text, encoding='utf-8')
+        storage.write_file(out_dir / folder / _TABLE, text.encode())
     return {folder: len(lines) for folder, lines in tables.items()}
 
 

@@ -198,8 +198,8 @@ def describe_next(out: str, counts: ImageCounts, has_buckets: bool) -> str:
         )
     if has_buckets:
         return _describe_buckets(out, counts)
-    # Most builds need no more than the folder.
-    config = _choose_config(counts.shapes.total())
+    # Most builds need no more than the folder. A record needs a caption.
+    config = _choose_config(counts.shapes.total() - counts.num_without_caption)
     command = _build_command(out, 'words')
     command.append(f'--manual_dir={out}')
     if config:
@@ -248,7 +248,8 @@ def _describe_buckets(out: str, counts: ImageCounts) -> str:
             # Different seeds, because buckets of equal numbers of images would come in lockstep.
             'seed': seed,
         }
-        sources.append(json.dumps(source))  # as Python writes dicts, with double quotes
+        # As Python writes dicts, with double quotes; it has no escapes in two halves.
+        sources.append(json.dumps(source, ensure_ascii=False))
     # The model of `default` is too large for a CPU.
     name = 'default' if machine.accelerators() else 'small'
     flags = [

@@ -115,6 +115,10 @@ def _check_arguments(
         raise ValueError(
             f'{folder} is not empty, expected a new folder: remove it, or write somewhere else.'
         )
+    captions = pathlib.Path(out_dir) / schema.CAPTIONS_FILE
+    # They may be those of a source whose latents come later.
+    if captions.exists():
+        raise ValueError(f'{captions} exists, expected a new folder: write somewhere else.')
 
 
 def _choose_pictures(training: list[int], count: int, rng: np.random.Generator) -> np.ndarray:

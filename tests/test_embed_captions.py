@@ -141,6 +141,11 @@ REFUSED = {
         {'share': (2, 2)},
         r'part 2/2: expected I/N with I from 0 to N - 1',
     ),
+    'classes, which are tokens already': (
+        'x',
+        {'encoder': 'labels', 'settings': EmbedSettings(tokens_only=True)},
+        'a build makes its tokens, with "text_embeddings": "labels"',
+    ),
 }
 
 
@@ -149,7 +154,7 @@ def test_arguments_that_cannot_be_are_refused(source, tmp_path, name, options, m
     (tmp_path / 'file').touch()
     place = name if '://' in name else tmp_path / name
     with pytest.raises(ValueError, match=message):
-        embed_captions.embed(source, 'hash', place, **options)
+        embed_captions.embed(source, out=place, **{'encoder': 'hash'} | options)
 
 
 @pytest.mark.parametrize('part', ['3', '1/x', '1/2/3', '-1/2'])
@@ -164,6 +169,8 @@ def test_a_part_of_another_form_is_refused_with_the_form(command, part):
 def test_a_part_of_no_captions_is_refused():
     with pytest.raises(ValueError, match='part_captions=-5: expected at least 1'):
         EmbedSettings(part_captions=-5)
+    with pytest.raises(ValueError, match='batch_tokens=0: expected at least 1'):
+        EmbedSettings(batch_tokens=0)
 
 
 class HugeEncoder(text_encoders.HashEncoder):
@@ -236,14 +243,17 @@ def test_tokens_are_reported_with_the_length_that_would_do(tmp_path):
     assert '--max_tokens' not in str(embed_captions.embed(source, 'hash', tmp_path / 'h'))
 
 
-def test_words_have_the_room_that_the_longest_caption_takes(tmp_path):
+def test_words_have_the_room_that_the_longest_caption_takes(tmp_path, monkeypatch):
     source = make_source(tmp_path / 'source', {1: 'a cat', 2: 'two dogs in a red boat', 3: 'a'})
     settings = EmbedSettings(tokens_only=True)
     report = embed_captions.embed(source, 'words', tmp_path / 'words', settings)
     assert report.dim == 6 and 'max_tokens' not in str(report)
     shorter = make_source(tmp_path / 'shorter', {1: 'a cat'})
     with_its_words = f'words:{tmp_path}/words'
-    report = embed_captions.embed(shorter, with_its_words, tmp_path / 'other', settings)
+    # The current folder is neither used nor, because it is empty, removed.
+    (tmp_path / 'here').mkdir()
+    monkeypatch.chdir(tmp_path / 'here')
+    report = embed_captions.embed(shorter, with_its_words, 'other', settings)
     assert report.dim == 2
 
 

@@ -60,6 +60,13 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize('out', ['gs://bucket/photos', ''])
+def test_a_folder_that_is_not_local_is_refused(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"out is '{out}', expected a local folder"):
+        emoji_photos.write_photos(out, size=64)
+
+
 @pytest.mark.parametrize(('size', 'font', 'message'), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_drawn_is_refused(tmp_path, size, font, message):
     with pytest.raises(ValueError, match=message):

@@ -815,6 +815,19 @@ REFUSED = {
         {'size': 64},
         'no image is left.*\n22 left out: 22 x too small',
     ),
+    'a size of more pixels than an image may have': (
+        {'size': 64_000, 'buckets': True},
+        'size=64000: expected at most 5792, because of max_pixels=33554432',
+    ),
+    'images of more pixels than Pillow opens': (
+        {'max_pixels': 10**9},
+        'max_pixels=1000000000: expected from 1 to 178956970',
+    ),
+    'less than no workers': ({'num_workers': -1}, 'num_workers=-1: expected at least 0'),
+    'a scratch folder in a bucket': (
+        {'scratch_dir': 'gs://bucket/scratch'},
+        "scratch_dir is 'gs://bucket/scratch', expected a local folder",
+    ),
     'two crops': ({'crops': 2}, 'crops=2: expected 1 or 3'),
     'a dtype that NumPy lacks': (
         {'dtype': 'bfloat16'},
@@ -855,24 +868,28 @@ def test_a_folder_without_images_is_told_from_none(encoder, tmp_path, bucket, hu
 def test_the_commands_at_the_end_fit_the_numbers_of_images():
     counts = ImageCounts()
     counts.shapes.update({'256x256': 250, '320x192': 750, '192x320': 90})
-    small, embed, build, train = encode_images.describe_next('a b/out', counts, True).splitlines()
+    small, embed, build, train = encode_images.describe_next('a b/out🦊', counts, True).splitlines()
     assert small == 'Too few images for the mixture: 192x320'
     # Of the largest bucket, as whose words those of all are numbered.
-    assert "'--source=a b/out/320x192' '--out=a b/out-words'" in embed
+    assert "'--source=a b/out🦊/320x192' '--out=a b/out🦊-words'" in embed
     assert build.startswith('for shape in 256x256 320x192; do python -m coyo11m_tfds.build ')
-    assert "'--encoder=words:a b/out-words'" in build
+    assert "'--encoder=words:a b/out🦊-words'" in build
     assert '"validation_fraction": 0.04' in build
     flags = dict(flag.split('=', 1) for flag in shlex.split(train) if '=' in flag)
     mix = ast.literal_eval(flags['--config.data.mix'])
     assert [(x['dir'], x['weight'], x['seed']) for x in mix] == [
-        ('a b/out-data/coyo11m_tfds/256x256/1.0.0', 25, 0),
-        ('a b/out-data/coyo11m_tfds/320x192/1.0.0', 75, 1),
+        ('a b/out🦊-data/coyo11m_tfds/256x256/1.0.0', 25, 0),
+        ('a b/out🦊-data/coyo11m_tfds/320x192/1.0.0', 75, 1),
     ]
     fractions = [choose_validation_fraction(n) for n in (5, 320, 1000, 10**6)]
     assert fractions == [0.5, 0.031, 0.01, 0.01]
     page = (CHECKOUT / 'docs' / 'images.md').read_text()
     [fraction] = re.findall(r'"validation_fraction": ([\d.]+)', page)
     assert float(fraction) >= choose_validation_fraction(320)
+    # A build leaves out what has no caption.
+    assert '--config' not in encode_images.describe_next('x', counts, False)
+    counts.num_without_caption = 590
+    assert '"validation_fraction": 0.02' in encode_images.describe_next('x', counts, False)
     counts.num_without_caption = counts.shapes.total()
     told = encode_images.describe_next('x', counts, True)
     assert 'No image has a caption. ' in told

@@ -142,3 +142,11 @@ def test_values_out_of_range_are_refused(tmp_path, monkeypatch, arguments, messa
     with pytest.raises(ValueError, match=message):
         sample_data.make_sample(**{'out_dir': tmp_path} | arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_captions_of_others_stay_as_they_are(tmp_path):
+    path = tmp_path / schema.CAPTIONS_FILE
+    path.write_bytes(b'mine')
+    with pytest.raises(ValueError, match='parquet exists, expected a new folder'):
+        sample_data.make_sample(tmp_path)
+    assert path.read_bytes() == b'mine'

@@ -11,7 +11,7 @@ from coyo11m_tfds.images.source_image import SourceImage
 from coyo11m_tfds.pictures import image_kinds, pixels
 from coyo11m_tfds.pictures.pixels import BadImageError, OtherImageError, SmallImageError
 from coyo11m_tfds.process.shown_text import escape_for_terminal
-from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.process.sizes import exceeds_share, format_count
 
 # Stands for the size, of those that would take a small image, where none with buckets does.
 NO_SIZE = '0'
@@ -90,7 +90,7 @@ class ImageCounts:
         num_bad = self.bad.total()
         total = self.shapes.total() + num_bad + self.small.total()
         # Of the first few images, one that is bad says little yet.
-        if num_bad <= max_bad * max(total, least):
+        if not exceeds_share(num_bad, max_bad, max(total, least)):
             return
         are = 'is' if num_bad == 1 else 'are'
         raise ValueError(

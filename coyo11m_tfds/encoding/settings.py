@@ -1,6 +1,7 @@
 """The settings of an encoding: what images become, and which of them may be bad."""
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -22,8 +23,11 @@ _RULES = {
     'dtype': errors.one_of(*_DTYPES),
     'keys': errors.one_of(_KEYS_OF_DATA, _KEYS_OF_PATHS),
     'max_bad': errors.UNIT_INTERVAL,
-    'max_pixels': errors.at_least(1),
+    'max_pixels': errors.FieldRule(
+        f'from 1 to {pixels.MOST_PIXELS}', lambda number: 1 <= number <= pixels.MOST_PIXELS
+    ),
     'part_images': errors.at_least(0),
+    'num_workers': errors.at_least(0),
 }
 
 
@@ -67,6 +71,11 @@ class EncodingSettings:
     def __post_init__(self):
         for field, rule in _RULES.items():
             rule.check(field, getattr(self, field))
+        # No image is large enough and has so few. Nor are shapes listed that nobody can use.
+        if self.size**2 > self.max_pixels:
+            largest = math.isqrt(self.max_pixels)
+            problem = f'expected at most {largest}, because of max_pixels={self.max_pixels}'
+            raise errors.FieldError('size', self.size, problem)
         if self.buckets and len(pixels.bucket_shapes(self.size)) == 1:
             raise ValueError(
                 f'size={self.size}: has only one bucket, expected e.g. 256, or no buckets.'

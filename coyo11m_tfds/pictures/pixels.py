@@ -47,6 +47,8 @@ _BUCKET_STEP = 64  # of their sides
 _LEAST_CROP = 2 / 3
 # A frame of 8K video, which takes 0.35 GB of memory as a JPEG or PNG and 0.55 GB as a WebP.
 MAX_PIXELS = 2**25
+# Pillow opens no larger image.
+MOST_PIXELS = 178_956_970
 
 # Reasons of a SmallImageError.
 TOO_SMALL = 'too small'

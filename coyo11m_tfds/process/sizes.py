@@ -13,6 +13,14 @@ def format_bytes(num_bytes: float) -> str:
     return f'{num_bytes:,.{decimals}f} {_UNITS[power]}'
 
 
+def exceeds_share(count: int, share: float, total: int) -> bool:
+    """Returns whether a count is more than a share, from 0 to 1, of a total."""
+    if not total:
+        return count > 0
+    # By a quotient, which is rounded as the share was: 0.29 * 100 is less than 29.
+    return count / total > share
+
+
 def format_count(number: int, noun: str, plural: str = '') -> str:
     """Formats a number of things, as '1 file' or '11,000 files'.
 

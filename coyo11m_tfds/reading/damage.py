@@ -10,6 +10,7 @@ from coyo11m_tfds.dataset import records
 from coyo11m_tfds.dataset.manifest import DamagedError
 from coyo11m_tfds.memory.files import HeldFiles
 from coyo11m_tfds.memory.read_counts import ReadCounter
+from coyo11m_tfds.process.sizes import exceeds_share
 
 # When a record is compared: its rows are gathered without reading the rest of it.
 ONCE, ALWAYS, NEVER = MODES = ('once', 'always', 'never')
@@ -99,7 +100,8 @@ class BadRecords:
         if self._counter:
             self._counter.add(bad_records=len(numbers))
         num_bad = len(self._records)
-        if num_bad > max(_ALWAYS_ALLOWED, self._max_fraction * self._num_records):
+        are_many = exceeds_share(num_bad, self._max_fraction, self._num_records)
+        if num_bad > _ALWAYS_ALLOWED and are_many:
             raise DamagedError(
                 f'{message} With it, {num_bad} of {self._num_records} records are bad, more '
                 f'than max_bad_fraction={self._max_fraction:g} (and more than {_ALWAYS_ALLOWED}). '

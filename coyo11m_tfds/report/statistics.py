@@ -11,7 +11,7 @@ import numpy as np
 
 from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import latent_rgb, pixels
-from coyo11m_tfds.process.sizes import format_count
+from coyo11m_tfds.process.sizes import exceeds_share, format_count
 
 # Bins are fine near 0, for VAEs whose latents are small; all begin at a multiple of 1/16.
 _LATENT_ZONES = ((60, 1.0), (16, 0.25), (4, 0.0625))  # how far from 0, and the width of bins
@@ -308,7 +308,7 @@ class DropCounts:
         `file` is named if the rows of the commonest reason have none.
         """
         num_bad = sum(self.counts[reason] for reason in reasons)
-        if num_bad <= self._max_bad_fraction * num_rows:
+        if not exceeds_share(num_bad, self._max_bad_fraction, num_rows):
             return
         # The file of the most frequent reason is the one to look into.
         commonest = max(reasons, key=self.counts.__getitem__)

@@ -26,12 +26,17 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
     Raises:
         ValueError: The user has chosen a folder that is not local.
     """
-    _check_local(chosen)
     if chosen:
-        return os.path.expanduser(chosen)
+        return _find_chosen(chosen)
     if not data_dir or not storage.local_path(data_dir):
         return user_cache(program)
     return os.path.normpath(os.path.join(data_dir, f'.{program}'))
+
+
+def _find_chosen(folder: StrPath) -> str:
+    """Returns the path of a folder that the user has chosen; ValueError for a URL."""
+    _check_local(folder)
+    return os.path.expanduser(folder)
 
 
 def _check_local(folder: StrPath) -> None:
@@ -59,6 +64,9 @@ def scratch_folder(out: str, chosen: StrPath) -> Iterator[str]:
 
     It lies in the folder `chosen` by the user, if there is one; `out` may be a URL.
     """
+    is_new = not os.path.exists(out)
+    if chosen:
+        chosen = _find_chosen(chosen)
     if storage.local_path(out):
         parent = Path(chosen or out)
         # What another host of a shared disk has must stay, even if locks do not reach so far.
@@ -74,8 +82,9 @@ def scratch_folder(out: str, chosen: StrPath) -> Iterator[str]:
     finally:
         # Made above, and left empty by a run that has failed. There may be no folder, if this is a
         # bucket, or it is not empty.
-        with contextlib.suppress(OSError):
-            os.rmdir(out)
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.rmdir(out)
 
 
 class Scratch:

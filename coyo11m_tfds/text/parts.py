@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from coyo11m_tfds import schema, storage
+from coyo11m_tfds.foreign import foreign_text
 from coyo11m_tfds.process import errors, workers
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.process.threads import ThreadPool
@@ -107,7 +108,10 @@ class SidecarParts:
             """Compares the metadata of a part with those that this run would write."""
             file = finished[number]
             stored = keyed_parquet.read_schema(file).metadata or {}
-            metadata = {key.decode(): value.decode() for key, value in stored.items()}
+            metadata = {}
+            # Those of others need not be UTF-8.
+            for key, value in stored.items():
+                metadata[foreign_text.decode_utf8(key)] = foreign_text.decode_utf8(value)
             expected = self._metadata_of(number)
             errors.check_same_entries(expected, metadata, file.path, 'is what this command makes')
 

@@ -34,6 +34,7 @@ _PAIR_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # nearly always two of a caption's 50 features share a bucket, and with only one bucket each, a
 # model could not tell them apart. They cost a fifth of the speed.
 _BUCKETS_A_FEATURE = 4
+_MAX_CLASS_DIGITS = 9
 # Few enough for their arrays to stay in a cache.
 _ROWS_AT_ONCE = 1024
 
@@ -181,9 +182,10 @@ class LabelsTokenizer(Tokenizer):
     truncated = 0
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer`; raises a ValueError for a caption that is not a number."""
+        """See `Tokenizer`; raises a ValueError for a caption that is no number of 32 bits."""
         for caption in captions:
-            if not caption.strip().isdecimal():
+            digits = caption.strip()
+            if not digits.isdecimal() or len(digits) > _MAX_CLASS_DIGITS:
                 raise ValueError(f'{caption!r}: expected the number of a class, such as 207')
         return [[int(caption)] for caption in captions]
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from coyo11m_tfds import captioned_images
 from coyo11m_tfds.foreign import tar_members
 from coyo11m_tfds.images import image_files, source_image
 from coyo11m_tfds.pictures.pixels import OtherImageError
@@ -146,6 +147,16 @@ def test_texts_of_a_tar_that_no_image_has_are_named(tmp_path):
     with part.open(Scratch(tmp_path)) as images:
         assert len(list(images)) == 4
     assert part.unused_texts == {f'x.tar/{name}': reason for name, reason in unused.items()}
+
+
+def test_what_is_not_taken_of_a_tar_is_no_end_of_its_pictures(tmp_path, caplog):
+    write_tar(tmp_path / 'a.tar', [('._a.jpg', JPEG), ('a.jpg', JPEG), ('b.gif', GIF)])
+    [batch] = captioned_images.read_images(tmp_path, (8, 8), batch_size=2)
+    assert (batch.names, batch.pictures.shape) == (['a.tar/a.jpg'], (1, 8, 8, 3))
+    assert 'Not taken: 2 files such as a.tar/._a.jpg (hidden)' in caplog.text
+    write_tar(tmp_path / 'a.tar', [('b.gif', GIF)])
+    with pytest.raises(ValueError, match='has no images that are taken'):
+        list(captioned_images.read_images(tmp_path, (8, 8), batch_size=2))
 
 
 @pytest.mark.parametrize('kind', [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.GNUTYPE_SPARSE])

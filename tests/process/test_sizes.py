@@ -23,6 +23,12 @@ def test_one_thing_is_singular(number, nouns, text):
     assert sizes.format_count(number, *nouns) == text
 
 
+def test_a_share_is_compared_as_it_is_written():
+    assert 0.29 * 100 < 29 and not sizes.exceeds_share(29, 0.29, 100)
+    assert sizes.exceeds_share(30, 0.29, 100) and sizes.exceeds_share(1, 1, 0)
+    assert not sizes.exceeds_share(0, 0, 0)
+
+
 def test_reports_of_one_thing_say_so(caplog):
     summary = str(MirrorSummary(1, 5, 1, 'there'))
     assert summary == '1 file, 5 bytes, is verified at there; 1 of them was copied now.'

@@ -77,3 +77,16 @@ def test_the_folder_that_a_program_takes(monkeypatch):
         ('/data', '~/mine', '/home/mine'),
     ):
         assert scratch.choose_folder('x', data_dir, chosen) == expected
+
+
+def test_the_folder_of_a_run_lies_where_the_user_says(monkeypatch, tmp_path):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    out = tmp_path / 'out'
+    with scratch.scratch_folder(str(out), '~/mine') as folder:
+        assert pathlib.Path(folder).parent == tmp_path / 'mine'
+    # One that the run has made does not stay empty, one of the user does.
+    assert not out.exists()
+    out.mkdir()
+    with scratch.scratch_folder(str(out), ''):
+        pass
+    assert out.exists()

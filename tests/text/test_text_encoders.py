@@ -132,6 +132,10 @@ NEITHER = {
         lambda: text_encoders.make_tokenizer('hash'),
         "'hash' has no token ids: use words",
     ),
+    'a class of too large a number': (
+        lambda: text_encoders.make_tokenizer('labels').tokenize(['7', '4294967303']),
+        "'4294967303': expected the number of a class",
+    ),
     'no tokens at all': (
         lambda: text_encoders.make_tokenizer('words', 0),
         'max_tokens=0: expected 1 to 4,096',
