@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.build_settings import add_caption_flags
 from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.process import job as ranks
@@ -157,8 +157,11 @@ def embed(
     source = _SourceCaptions(os.fspath(source_dir).rstrip('/'), settings)
     ranks.check_share(share)
     check_out(out)
+    # Of a bucket, only a trial tells.
+    storage.open_writable_folder(out).check_writable()
     # An encoder takes seconds to load, captions minutes to fetch.
     model = _make_model(encoder, settings)
+    parts.check_encoder(out, model)
     with scratch_folder(out, settings.scratch_dir) as folder:
         captions = source.sort_by_key(folder)
         if not settings.drop_duplicates:

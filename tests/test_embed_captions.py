@@ -111,6 +111,11 @@ def test_a_remote_source_gives_the_same_file(source, out, tmp_path, gcs):
     embed_captions.embed('gs://bucket/source/', 'hash', out)
     assert files_of(out) == files_of(tmp_path / 'local')
     assert os.listdir(out.parent) == [out.name]
+    # A bucket that cannot be written to is refused before captions are read.
+    pq.write_table(pa.table(REPEATED), source / schema.CAPTIONS_FILE)
+    gcs.inject(Fault('403', count=None, action='upload'))
+    with pytest.raises(PermissionError, match='bucket/out'):
+        embed_captions.embed(source, 'hash', 'gs://bucket/out')
 
 
 REPEATED = {'key': [4, 9, 4], 'caption_llava': ['a', 'b', 'c']}
@@ -290,4 +295,13 @@ def test_a_wrong_encoder_is_noticed_before_captions_are_read(tmp_path, encoder):
     with pytest.raises(ValueError, match=r'no such folder|unknown encoder'):
         embed_captions.embed(source, encoder, tmp_path / 'out')
     with pytest.raises(ValueError, match='row repeats the key of another'):
+        embed_captions.embed(source, 'hash', tmp_path / 'out')
+    # Nor does it end after them because of what is there already.
+    embed_captions.embed(make_source(tmp_path / 'good', {1: 'a'}), 'hash', tmp_path / 'out')
+    message = r"part-00000.*: text_encoder is 'hash', but 'words' is what this command makes"
+    with pytest.raises(ValueError, match=message):
+        embed_captions.embed(source, 'words', tmp_path / 'out', EmbedSettings(tokens_only=True))
+    part = tmp_path / 'out' / sidecar.part_name(0, 1)
+    pq.write_table(pq.read_table(part).replace_schema_metadata({b'\xff': b'\xff'}), part)
+    with pytest.raises(ValueError, match=r"part-00000.*: text_encoder is None, but 'hash' is"):
         embed_captions.embed(source, 'hash', tmp_path / 'out')

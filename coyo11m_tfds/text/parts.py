@@ -31,6 +31,7 @@ from coyo11m_tfds.text.text_encoders import WordsTokenizer
 PART_CAPTIONS = 32768
 
 _CHECKED_AT_ONCE = 16
+_ORIGIN = 'is what this command makes'  # of what is expected of finished parts
 
 
 class _TokenizedPart(NamedTuple):
@@ -39,6 +40,31 @@ class _TokenizedPart(NamedTuple):
     texts: list[str]  # distinct captions
     tokens: Sequence[Sequence[Any]]  # of each text
     text_numbers: np.ndarray  # the text of each caption, int64 `(n,)`
+
+
+def check_encoder(out: str, encoder: Tokenizer) -> None:
+    """Raises a ValueError if the parts in a folder are of another encoder; needs no captions."""
+    _, finished = sidecar.find_parts(out)
+    if not finished:
+        return
+    expected = {schema.META_TEXT_ENCODER: encoder.name}
+    # That of words is known when those of all captions are counted.
+    if not isinstance(encoder, WordsTokenizer):
+        expected[schema.META_TEXT_REVISION] = encoder.revision
+    # One part stands for all, which are compared later.
+    file = next(iter(finished.values()))
+    metadata = _read_metadata(file)
+    stored = {entry: metadata.get(entry) for entry in expected}
+    errors.check_same_entries(expected, stored, file.path, _ORIGIN)
+
+
+def _read_metadata(file: StoredFile) -> dict[str, str]:
+    """Returns the metadata of a part."""
+    metadata = {}
+    # Those of others need not be UTF-8.
+    for key, value in (keyed_parquet.read_schema(file).metadata or {}).items():
+        metadata[foreign_text.decode_utf8(key)] = foreign_text.decode_utf8(value)
+    return metadata
 
 
 class SidecarParts:
@@ -107,13 +133,9 @@ class SidecarParts:
         def check_one(number: int) -> None:
             """Compares the metadata of a part with those that this run would write."""
             file = finished[number]
-            stored = keyed_parquet.read_schema(file).metadata or {}
-            metadata = {}
-            # Those of others need not be UTF-8.
-            for key, value in stored.items():
-                metadata[foreign_text.decode_utf8(key)] = foreign_text.decode_utf8(value)
+            metadata = _read_metadata(file)
             expected = self._metadata_of(number)
-            errors.check_same_entries(expected, metadata, file.path, 'is what this command makes')
+            errors.check_same_entries(expected, metadata, file.path, _ORIGIN)
 
         with ThreadPool(_CHECKED_AT_ONCE) as threads:
             # A list, because errors are raised where results are taken.

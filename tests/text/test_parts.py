@@ -201,7 +201,7 @@ def test_parts_of_something_else_are_refused_by_name_and_stay(source, model, tmp
         ({'encoder': RevisedEncoder()}, "text_encoder_revision is '1', but '2'"),
         (
             {'encoder': 'words', 'tokens_only': True},
-            "text_dtype is 'float32', but None",
+            "text_encoder is 'hash', but 'words'",
         ),
     ):
         with pytest.raises(ValueError, match=r'part-00002-of-00010\.parquet: ' + message) as error:
