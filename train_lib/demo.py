@@ -21,7 +21,6 @@ again, `floor` the most similar emoji that training has shown.
 
 import numpy as np
 from absl import flags
-from etils import epath
 
 from coyo11m_tfds.pictures import emoji
 from coyo11m_tfds.process import command_line
@@ -60,13 +59,14 @@ def make_judge() -> judge.Judge:
 def main() -> None:
     """Draws captions that are held out, and prints how the pictures compare with the true ones."""
     run.prepare()
-    folder = epath.Path(FLAGS.workdir) / previews.FOLDER
+    artist = Artist(FLAGS.workdir)
+    # Of the run: its name may be followed by a step.
+    folder = artist.workdir / previews.FOLDER
     # Before minutes of drawing whose pictures could not be written.
     workdirs.check_writable(folder)
     # The same captions for every run: their order is that of a hash.
     own = np.array(emoji.find_part(FLAGS.part)[: FLAGS.num_prompts])
     captions = [emoji.read_emoji()[number].caption for number in own]
-    artist = Artist(FLAGS.workdir)
     pictures = artist.draw(captions)
     truth = emoji.read_pictures()[own]
     path = folder / f'held_out_{FLAGS.part}.png'

@@ -27,6 +27,7 @@ from absl import flags
 from etils import epath
 from PIL import Image
 
+from coyo11m_tfds import storage
 from coyo11m_tfds.process import command_line
 from coyo11m_tfds.storage import file_state
 from train_lib import run
@@ -80,22 +81,46 @@ def main() -> None:
     captions, name = _read_prompts(FLAGS.prompts)
     run.prepare()
     artist = artist_of_flags()
-    folder = epath.Path(FLAGS.out).parent if FLAGS.out else artist.workdir / previews.FOLDER
+    folder = artist.workdir / previews.FOLDER
     # Before minutes of drawing whose pictures could not be written.
-    workdirs.check_writable(folder)
+    if FLAGS.out:
+        check_out(FLAGS.out, FLAGS.singles)
+    else:
+        workdirs.check_writable(folder)
     pictures = artist.draw(captions)
     out = FLAGS.out
     # A name of its own, so that no picture is replaced.
     if not out:
-        stem = f'{name}_{artist.step:06}{_name_changes()}'
-        out = _find_free_path(folder, stem)
+        out = previews.find_free_path(folder, name, f'{artist.step:06}{_name_changes()}')
     previews.write_png(out, previews.make_grid([pictures], captions))
     places = str(out)
     if FLAGS.singles:
-        singles = epath.Path(out).with_suffix('')
+        singles = _name_singles(out)
         _write_singles(singles, pictures, captions)
         places = f'{out} and {singles}/'
     command_line.print_lines(f'pictures: {places}')
+
+
+def check_out(out: str, singles: bool) -> None:
+    """Checks that `--out` can be written and, if `singles`, the folder beside it.
+
+    Raises a ValueError or an OSError if not.
+    """
+    storage.check_writable_file(out)
+    if not singles:
+        return
+    folder = _name_singles(out)
+    if folder == epath.Path(out):
+        raise ValueError(
+            f'--out={out}: expected a name with a suffix, such as {out}.png: the folder of '
+            '--singles has the name without it'
+        )
+    workdirs.check_writable(folder)
+
+
+def _name_singles(out: epath.PathLike) -> epath.Path:
+    """Returns the folder of single pictures beside the grid `out`."""
+    return epath.Path(out).with_suffix('')
 
 
 def _write_singles(folder: epath.Path, pictures: np.ndarray, captions: Sequence[str]) -> None:
@@ -104,7 +129,7 @@ def _write_singles(folder: epath.Path, pictures: np.ndarray, captions: Sequence[
         previews.write_png(folder / f'{number:05}.png', picture)
         path = folder / f'{number:05}.txt'
         with file_state.naming(path):
-            path.write_text(f'{captions[number]}\n')
+            path.write_bytes(f'{captions[number]}\n'.encode())
 
 
 def _name_changes() -> str:
@@ -118,17 +143,6 @@ def _name_changes() -> str:
     return ''.join(parts)
 
 
-def _find_free_path(folder: epath.Path, stem: str) -> epath.Path:
-    """Returns the path of a new picture: `STEM.png`, `STEM-2.png` and so on."""
-    path = folder / f'{stem}.png'
-    number = 1
-    # Nor one that a run will draw: prompts may be called `step`, too.
-    while path.exists() or previews.is_of_run(path):
-        number += 1
-        path = folder / f'{stem}-{number}.png'
-    return path
-
-
 def _read_prompts(prompts: str) -> tuple[list[str], str]:
     """Returns the captions of a file or a single one, and a name for their pictures."""
     # A name of a text file that does not exist is a mistake, and no caption.
@@ -136,7 +150,7 @@ def _read_prompts(prompts: str) -> tuple[list[str], str]:
     if is_file:
         path = epath.Path(prompts)
         return prompt_sets.read_captions(path), path.stem
-    # As the name of a file, in which file systems allow about 255 bytes.
+    # As the name of a file.
     words = re.sub(r'\W+', '-', prompts)
     name = words[:50].strip('-')
     return [prompts], name or 'prompt'

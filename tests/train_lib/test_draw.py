@@ -155,6 +155,31 @@ def test_captions_that_cannot_be_are_named(artist, encoder, captions):
         artist.draw(captions, encoder)
 
 
+def test_a_caption_of_bytes_that_are_no_text_is_named(artist, encoder):
+    with pytest.raises(ValueError, match=r"^caption 'caf\\udce9': expected a text that is UTF-8"):
+        artist.draw(['a red circle', 'caf\udce9'], encoder)
+
+
+NO_PLACES = {
+    'a folder that is there': ('made', False, 'made: is a folder; expected the path of a file'),
+    'a folder that is not there': ('new/', False, 'new/: is a folder; expected the path of a'),
+    'a folder in a file': ('taken/x.png', False, 'taken is a file'),
+    'a name that its folder would have': ('grid', True, 'grid: expected a name with a suffix'),
+    'a file where its folder would be': ('taken.png', True, 'taken is a file'),
+}
+
+
+@pytest.mark.parametrize(('name', 'singles', 'message'), NO_PLACES.values(), ids=NO_PLACES)
+def test_a_place_that_pictures_could_not_take_is_told_before_they_are_drawn(
+    tmp_path, name, singles, message
+):
+    (tmp_path / 'made').mkdir()
+    (tmp_path / 'taken').touch()
+    draw.check_out(f'{tmp_path}/new/grid.png', True)
+    with pytest.raises((ValueError, OSError), match=message):
+        draw.check_out(f'{tmp_path}/{name}', singles)
+
+
 def test_options_of_the_run_and_an_earlier_checkpoint(small_run, encoder, pictures):
     same = draw.Artist(small_run[0], seed=0, guidance=3.0, num_steps=2, average=True)
     np.testing.assert_array_equal(same.draw(CAPTIONS, encoder), pictures)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from train_lib.lifecycle import checkpoint, compiled_programs, config_rules
 from train_lib.results import caption_encoder
 
 BATCH_SIZE = 64  # pictures that are drawn at a time
+
+_LONE_SURROGATES = re.compile('[\ud800-\udfff]')  # what Python makes of bytes that are no UTF-8
 
 
 class Artist:
@@ -225,4 +228,8 @@ def _list_captions(captions: Iterable[str]) -> list[str]:
     are_texts = all(isinstance(text, str) for text in texts)
     if not texts or not are_texts:
         raise ValueError(f'captions={captions!r}: expected a list of at least one text')
+    for text in texts:
+        # A command line may hold any bytes: no encoder and no file could take these.
+        if _LONE_SURROGATES.search(text):
+            raise ValueError(f'caption {text!r}: expected a text that is UTF-8')
     return texts

@@ -4,9 +4,9 @@ import functools
 import importlib.util
 import itertools
 import math
+import os
 import pathlib
 import re
-import string
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -22,6 +22,9 @@ FOLDER = 'previews'  # of a run's workdir
 
 _NAME = re.compile(r'step_(\d{6,})\.png')
 _PNG = b'\x89PNG\r\n\x1a\n'  # the first bytes of every file of this kind
+
+_MAX_NAME_BYTES = 240  # of a picture, without a number and suffix; file systems allow about 255
+_MAX_SUBJECT_BYTES = 150  # of what it shows, so that what follows in the name has room, too
 
 # Pictures of fewer pixels across than `_LARGE` are enlarged: 32 become 128.
 _LARGE = 64
@@ -49,6 +52,26 @@ def path_of_step(workdir: epath.Path, step: int) -> epath.Path:
 def is_of_run(path: epath.Path) -> bool:
     """Returns whether a path has the form of `path_of_step`; other pictures may lie there, too."""
     return bool(_NAME.fullmatch(path.name))
+
+
+def find_free_path(folder: epath.Path, subject: str, ending: str) -> epath.Path:
+    """Returns the path of a new picture: `SUBJECT_ENDING.png`, `SUBJECT_ENDING-2.png` and so on.
+
+    Long names are cut, each of the two for itself.
+    """
+    stem = _cut(f'{_cut(subject, _MAX_SUBJECT_BYTES)}_{ending}', _MAX_NAME_BYTES)
+    path = folder / f'{stem}.png'
+    number = 1
+    # Nor one that a run will draw: prompts may be called `step`, too.
+    while path.exists() or is_of_run(path):
+        number += 1
+        path = folder / f'{stem}-{number}.png'
+    return path
+
+
+def _cut(name: str, num_bytes: int) -> str:
+    """Returns the beginning of a name that takes at most so many bytes in a file system."""
+    return os.fsencode(name)[:num_bytes].decode('utf-8', 'ignore')
 
 
 def find_nearest(workdir: epath.Path, step: int) -> tuple[int, bytes] | None:
@@ -168,9 +191,9 @@ def _wrap(caption: str, width: int) -> list[str]:
     lines = list(filter(None, lines))
     if len(lines) > _MAX_LINES:
         lines = lines[:_MAX_LINES]
-        # Shortened until the dots fit behind it.
+        # Shortened until the dots fit behind it; below the smallest pictures they fit nowhere.
         last = lines.pop()
-        while _text_width(f'{last} ...') > width:
+        while last and _text_width(f'{last} ...') > width:
             last = last[:-1]
         lines.append(f'{last} ...')
     return lines or ['(no caption)']
@@ -207,7 +230,9 @@ def _draw_letter(font: ImageFont.FreeTypeFont, letter: str) -> tuple[tuple[int, 
 
 def _check_letters(captions: Sequence[str]) -> None:
     """Warns of letters of captions that no font has."""
-    letters = set(''.join(captions)) - set(string.whitespace)
+    # Those of words: spaces of no kind are drawn.
+    words = ' '.join(captions).split()
+    letters = set(''.join(words))
     # In one order, so that equal letters are the same argument.
     missing = [letter for letter in sorted(letters) if _find_font(letter) is None]
     if missing:

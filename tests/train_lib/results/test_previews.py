@@ -32,11 +32,30 @@ def test_a_picture_for_which_there_is_no_room_is_named(tmp_path):
     assert error.value.filename == str(tmp_path / 'x.png')
 
 
+def test_a_new_picture_has_a_name_that_a_file_can_have(tmp_path):
+    expected = 'a-red-circle_000004_seed=1.png', 'a-red-circle_000004_seed=1-2.png'
+    for name in expected:
+        path = previews.find_free_path(tmp_path, 'a-red-circle', '000004_seed=1')
+        assert path.name == name
+        path.touch()
+    # The file of prompts may have a name to which nothing can be added.
+    for subject in ('x' * 250, '猫' * 80):
+        path = previews.find_free_path(tmp_path, subject, f'000004_vae={subject}')
+        path.touch()
+        assert path.name.startswith(subject[:50]) and f'_000004_vae={subject[:20]}' in path.name
+
+
 @pytest.mark.parametrize('caption', ['', 'x' * 2000, 'word ' * 400, 'two\nlines', '猫'])
 def test_any_caption_fits(caption):
     grid = previews.make_grid([_flat([(1, 2, 3)])], [caption])
     assert grid.shape[1] == 32 + 2 * 8
     assert grid.shape[0] < 200
+
+
+@pytest.mark.parametrize('side', [1, 3])
+def test_a_long_caption_below_a_picture_without_room_for_dots_is_cut(side):
+    grid = previews.make_grid([_flat([(1, 2, 3)])[:, :side, :side]], ['a long caption'])
+    assert grid.shape[1] == 4 * side + 2 * 8
 
 
 def test_letters_that_no_font_has_are_told_once(caplog):
@@ -47,7 +66,7 @@ def test_letters_that_no_font_has_are_told_once(caplog):
     assert len(told) == 1
     assert '\\U000f0001' in told[0]
     caplog.clear()
-    previews.make_grid([picture], ['a cat', 'ein Kätzchen'])
+    previews.make_grid([picture], ['a\x85cat', 'ein\u2028Kätzchen'])
     assert not caplog.messages
 
 
