@@ -46,7 +46,9 @@ FLAGS = flags.FLAGS
 
 def main() -> None:
     """Evaluates in the way that one of the flags chooses."""
-    if [FLAGS.features, FLAGS.truth, FLAGS.prompts].count(None) != 2:
+    # An empty one, as of a variable that is not set, is none.
+    ways = list(filter(None, [FLAGS.features, FLAGS.truth, FLAGS.prompts]))
+    if len(ways) != 1:
         raise ValueError('expected one of --features, --truth and --prompts')
     if FLAGS.known and not FLAGS.truth:
         raise ValueError('--known needs --truth, whose pictures are compared with those')

@@ -83,17 +83,20 @@ def test_a_stopped_evaluation_goes_on(measure, tmp_path, monkeypatch):
     more = measure(15)
     assert made == [0, 5, 10, 10, 10] and more['cmmd'] != resumed['cmmd']
     # A damaged file is made again; other settings use none.
-    [stored] = tmp_path.glob('evaluation/*/0000005-0000010.npz')
-    stored.write_bytes(stored.read_bytes()[:-40])
+    first, second, *_ = sorted(tmp_path.glob('evaluation/*/*.npz'))
+    content = bytearray(first.read_bytes())
+    content[content.index(b'PK\1\2') + 8] ^= 1  # says that it is encrypted
+    first.write_bytes(content)
+    second.write_bytes(second.read_bytes()[:-40])
     assert measure(12) == resumed
-    assert made[5:] == [5]
+    assert made[5:] == [0, 5]
     assert measure(12, seed=1)['cmmd'] != resumed['cmmd']
-    assert made[6:] == [0, 5, 10]
+    assert made[7:] == [0, 5, 10]
     # Nor does another text encoder draw, which this run refuses.
     monkeypatch.setattr(text_encoders.HashEncoder, 'revision', '2')
     with pytest.raises(ValueError, match="'hash' of revision 2 encodes the captions"):
         measure(12)
-    assert made[9:] == []
+    assert made[10:] == []
 
 
 def test_more_pictures_than_there_are_records_are_refused(measure):
@@ -161,12 +164,17 @@ def test_true_pictures_judge_what_is_drawn(small_run, true_folders, tmp_path, mo
     assert evaluation.read_results(tmp_path.parent, 4) == []
 
 
-def test_pictures_that_cannot_be_judged_are_named(small_run, true_folders, tmp_path):
+def test_pictures_that_cannot_be_judged_are_named(small_run, true_folders, tmp_path, monkeypatch):
     truth, _ = true_folders
+    # Before any of them goes through a VAE.
+    encode = lambda _: pytest.fail('encoded')  # noqa: E731
+    monkeypatch.setattr(true_pictures, 'make_round_trip', lambda _: encode)
     artist = draw.Artist(small_run[0], num_steps=1)
     (truth / '003.txt').write_text(' ')
     with pytest.raises(ValueError, match=r'003\.png has no caption, expected one'):
         true_pictures.compare(artist, tmp_path, str(truth), None, 10)
+    with pytest.raises(ValueError, match='/none: there is no such folder'):
+        true_pictures.compare(artist, tmp_path, str(truth), '/none', 10)
     Image.new('RGB', (16, 40)).save(truth / '003.png')
     with pytest.raises(ValueError, match=r'003\.png: too small: .* at least 32 x 32 pix'):
         true_pictures.compare(artist, tmp_path, str(truth), None, 10)

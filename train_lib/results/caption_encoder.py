@@ -100,16 +100,16 @@ def encode(
     # Float16, as the data set stores them: the model has seen no others.
     if not facts.vocabulary:
         return cast(Encoder, encoder).encode(captions).astype(np.float16)
-    ids = text_encoders.pad(encoder.tokenize(captions), encoder.max_tokens)
-    # JAX raises no error for a number that the model's table does not have.
-    if ids.max(initial=0) >= facts.vocabulary:
-        largest_ids = ids.max(axis=1)
-        index = largest_ids.argmax()
-        raise ValueError(
-            f'{captions[index]!r} has token {largest_ids[index]}, expected one of the '
-            f'{facts.vocabulary} tokens of the training data, numbered from 0.'
-        )
-    return ids
+    rows = encoder.tokenize(captions)
+    for caption, ids in zip(captions, rows, strict=True):
+        largest = max(ids, default=0)
+        # JAX raises no error for a number that the model's table does not have.
+        if largest >= facts.vocabulary:
+            raise ValueError(
+                f'{caption!r} has token {largest}, expected one of the {facts.vocabulary} tokens '
+                'of the training data, numbered from 0.'
+            )
+    return text_encoders.pad(rows, encoder.max_tokens)
 
 
 def find_unknown_words(

@@ -225,7 +225,7 @@ class LatentFlowPipeline(DiffusionPipeline):
         if name == 'words':
             return self._number_words(prompts, max_tokens)
         if name == 'labels':
-            return [[int(caption)] for caption in prompts]
+            return [[_parse_class(caption, facts['vocabulary'])] for caption in prompts]
         if not self.tokenizer:
             raise ValueError(
                 f'{name!r} made the texts of the training data: give its folder or hub name to '
@@ -291,6 +291,17 @@ def _list_prompts(prompt):
     if not (is_list and all(isinstance(caption, str) for caption in captions)):
         raise ValueError(f'prompt={prompt!r}: expected a caption or a list of captions')
     return captions
+
+
+def _parse_class(caption, num_classes):
+    """Returns the number of a class; raises a ValueError for anything else."""
+    number = caption.strip()
+    # A negative number would be a text that is padding alone.
+    if not number.isdecimal() or int(number) >= num_classes:
+        raise ValueError(
+            f'{caption!r}: expected the number of a class, from 0 to {num_classes - 1}'
+        )
+    return int(number)
 
 
 def _load_vae(model, dtype):

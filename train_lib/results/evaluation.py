@@ -224,7 +224,16 @@ def _load_features(folder: ReadableFolder, name: str) -> Features | None:
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             return Features(**arrays)
-    except (ValueError, TypeError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        ValueError,
+        TypeError,
+        EOFError,
+        OSError,
+        # Of a member that says to be encrypted, or made by another program.
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         logging.warning('%s is damaged (%s): its pictures are drawn again.', name, error)
         return None
 

@@ -55,8 +55,10 @@ def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
             if path.suffix == '.jsonl':
                 metadata = json.loads(line)
             text = metadata['prompt'].strip()
-        # What is no JSON, no object, without a prompt, or with one that is no text.
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            # Half of a surrogate pair, which JSON can write, would end hours of drawing.
+            text.encode()
+        # What is no JSON or nested too deeply, no object, without a prompt, or with no such text.
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             problem = f'{line[:80]!r} is not JSON like {{"prompt": "a red circle"}}'
             raise ValueError(f'{path}: {problem}') from error
         folder = f'{number:05}'

@@ -43,6 +43,7 @@ def read_pictures(
     shape: tuple[int, int],
     most: int | None = None,
     round_trip: RoundTrip | None = None,
+    needs_captions: bool = False,
 ) -> TruePictures:
     """Reads the pictures of a folder by `captioned_images.read_images`.
 
@@ -51,6 +52,7 @@ def read_pictures(
         shape: Height and width of the pictures; others are cropped and resized to it.
         most: Number of pictures to read; None for all.
         round_trip: Turns pictures into latents and back; see `make_round_trip`.
+        needs_captions: Whether a picture without a caption is refused, with a ValueError.
     """
     names: list[str] = []
     captions: list[str] = []
@@ -58,6 +60,10 @@ def read_pictures(
     returned = []
     shown = []
     for batch in captioned_images.read_images(folder, shape, _BATCH, most):
+        # At once: a round trip takes longer than all that is read.
+        if needs_captions and '' in batch.captions:
+            name = batch.names[batch.captions.index('')]
+            raise ValueError(f'{folder}/{name} has no caption, expected one for each picture')
         # Of all others, the means of areas suffice: a folder may have many pictures.
         if len(names) < _SHOWN:
             shown.append(batch.pictures)
@@ -118,16 +124,18 @@ def compare(
         ValueError: A picture has no caption, or a folder no pictures.
         OSError: A picture cannot be read, or a result cannot be written.
     """
-    own = read_pictures(truth, artist.picture_shape, most, make_round_trip(artist))
-    # Before hours of drawing; pictures of `known` need no caption.
-    if '' in own.captions:
-        name = own.names[own.captions.index('')]
-        raise ValueError(f'{truth}/{name} has no caption, expected one for each picture')
+    # First what may be missing: the round trip of many pictures takes as long as to draw them.
+    _ = artist.text_encoder
+    known_pictures = None
+    if known:
+        # They need no captions.
+        known_pictures = read_pictures(known, artist.picture_shape)
+    round_trip = make_round_trip(artist)
+    own = read_pictures(truth, artist.picture_shape, most, round_trip, needs_captions=True)
     # Numbers of the true pictures; the known ones come behind them.
     numbers = np.arange(len(own.captions))
     areas = own.areas
-    if known:
-        known_pictures = read_pictures(known, artist.picture_shape)
+    if known_pictures is not None:
         areas = np.concatenate([areas, known_pictures.areas])
     is_known = np.arange(len(areas)) >= len(numbers)
     jury = judge.Judge(areas, is_known)

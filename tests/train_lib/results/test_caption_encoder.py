@@ -67,6 +67,7 @@ NO_CLASSES = {
         ['3', '10'],
         "'10' has token 10, expected one of the 10 tokens",
     ),
+    'a number beyond int32': (['99999999999'], "'99999999999' has token 99999999999, expected"),
     'a caption': (['a cat'], "'a cat': expected the number of a class"),
 }
 

@@ -251,6 +251,19 @@ def test_what_no_run_would_draw_is_refused(loaded, options, problem):
     assert '\n' not in str(refusal.value)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('caption', ['a cat', '-1', '10', '9' * 30])
+def test_what_is_no_class_is_refused(loaded, monkeypatch, caption):
+    facts = loaded.transformer.config['data']
+    monkeypatch.setitem(facts, 'text_encoder', 'labels')
+    monkeypatch.setitem(facts, 'vocabulary', 10)
+    assert loaded.encode_prompt(' 7').tolist() == [[7]]
+    with pytest.raises(
+        ValueError, match=f"^'{caption}': expected the number of a class, from 0 to"
+    ):
+        loaded.encode_prompt(caption)
+
+
 @pytest.fixture(scope='module')
 def loaded(small_run, tmp_path_factory):
     diffusers = pytest.importorskip('diffusers')

@@ -116,6 +116,8 @@ BAD = {
         r"x\.jsonl: '{\"tag\": \"colors\"}' is not JSON like",
     ),
     'a line that is no JSON': ('x.jsonl', 'a red circle', 4, r"'a red circle' is not JSON like"),
+    'half of a surrogate pair': ('x.jsonl', r'{"prompt": "a \ud83d"}', 4, 'is not JSON like'),
+    'lists without end': ('x.jsonl', '[' * 100_000, 4, r"'\[{80}' is not JSON like"),
     'no caption': ('x.txt', ' \n', 4, r'x\.txt holds no caption'),
     'five pictures of a prompt': ('', '', 5, r'pictures_per_prompt=5: expected 1 to 4'),
     'no prompt': ('', '', 4, r'holds no prompt'),
@@ -161,7 +163,7 @@ def test_the_command_names_the_folder(small_run, tmp_path):
     assert done.returncode == 0, done.stderr
     folder = done.stdout.removeprefix('pictures: ').strip()
     assert folder.startswith(f'{small_run[0]}/evaluation/prompts_step_000004_')
-    for extra in ([], ['--features=clip', '--prompts=x.txt']):
+    for extra in ([], ['--truth='], ['--features=clip', '--prompts=x.txt']):
         done = children.program('train_lib.evaluate', *flags, *extra)
         assert done.returncode == 1
         assert 'expected one of --features, --truth' in done.stderr.splitlines()[-1]
