@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks import runner
 from benchmarks.runner import Figures, Side
+from coyo11m_tfds import storage
 from coyo11m_tfds.storage import json_digest
 
 STEPS = 2_100
@@ -80,14 +81,18 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
         with locks[workdir.name]:
             if results.exists():
                 return json.loads(results.read_text())
-            core = cores.get()
             paths = {'data_dir': data / 'data', 'workdir': workdir}
-            figures = runner.run(side, **options, **paths, seed=seed, core=core)
-            # Also of a failed run: it returns its failure, and raises nothing.
-            cores.put(core)
+            core = cores.get()
+            # Whatever happens, such as a full disk: the other runs would wait for ever.
+            try:
+                figures = runner.run(side, **options, **paths, seed=seed, core=core)
+            finally:
+                cores.put(core)
             # A run that has failed is repeated by the next command.
             if 'exact' in figures:
-                results.write_text(json.dumps(figures))
+                # In one step: the next command takes what is there for complete.
+                content = json.dumps(figures).encode()
+                storage.open_writable_folder(data).write(results.name, content)
             return figures
 
     pool = concurrent.futures.ThreadPoolExecutor(cores.qsize())

@@ -231,6 +231,30 @@ def sample(
     return z
 
 
+def count_evaluations(
+    *,
+    guidance: float,
+    num_steps: int,
+    sampler: str = 'euler',
+    time_shift: float = 1.0,
+    guidance_low: float = 0.0,
+    guidance_high: float = 1.0,
+) -> int:
+    """Returns how often `sample`, which takes these arguments, computes the model for a picture.
+
+    With guidance these are two at a time, with and without the text.
+    """
+    times = step_times(num_steps, time_shift)
+    evaluated = times[:-1]
+    # All steps but the last evaluate the model at both ends.
+    if sampler == 'heun':
+        evaluated = np.concatenate([evaluated, times[1:-1]])
+    if guidance == 1:
+        return len(evaluated)
+    are_inside = (guidance_low <= evaluated) & (evaluated <= guidance_high)
+    return len(evaluated) + int(np.sum(are_inside))
+
+
 def step_times(num_steps: int, time_shift: float) -> np.ndarray:
     """Returns the times at which steps begin and end, float32 `(num_steps + 1,)`, from 1 down to 0.
 

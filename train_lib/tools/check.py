@@ -5,10 +5,11 @@
     {"devices": "1 x cpu", "data": "OUT/..., text embeddings of hash", ...}
 
 A dry run: like a run before its first step, the program checks the settings,
-the mesh, the data set, the memory for reading, the model and the optimizer. It
-compiles nothing. After an error it ends with one line and exit status 1. If
-the configuration is for several hosts (`distributed`), the program makes the
-checks that one host can make, with a mesh of this host's devices.
+the mesh, the data set, the memory for reading, the model, the optimizer and
+the run that `init_from` names. It compiles nothing. After an error it ends with
+one line and exit status 1. If the configuration is for several hosts
+(`distributed`), the program makes the checks that one host can make, with a
+mesh of this host's devices.
 """
 
 import collections
@@ -34,9 +35,10 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
 
     from coyo11m_tfds.pictures import vae_decoder
     from coyo11m_tfds.process import jax_environment
+    from train_lib import run_setup
     from train_lib.data import TrainingData
     from train_lib.learning import flow, sharding, step
-    from train_lib.lifecycle import config_rules, writers
+    from train_lib.lifecycle import beginnings, config_rules, writers
 
     jax_environment.check()
     writers.check_installed(config)
@@ -49,15 +51,19 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
         mesh = sharding.make_mesh()
     else:
         mesh = sharding.make_mesh(**config.mesh)
+    # The decoder is loaded only if pictures are drawn.
+    vae = config.preview.vae if config.preview_every else ''
     data_summary = ''
     if config.data.dir or config.data.mix:
         data = TrainingData(config, mesh)
         data.check_reading()
         facts = data.facts
         _, num_channels, _, _ = facts.latents_shape
-        # Made for its errors alone, like the program.
-        vae_decoder.make_painter(config.preview.vae, num_channels, facts.vae, facts.latent_scale)
-        step.for_data(config, mesh, facts)
+        # Made for its errors alone, like the beginning of the run.
+        vae_decoder.make_painter(vae, num_channels, facts.vae, facts.latent_scale)
+        program = step.for_data(config, mesh, facts)
+        description = run_setup.describe_run(config, data, program)
+        beginnings.find_beginning(config, None, description, program)
         if facts.vocabulary:
             text = f'tokens of {facts.text_encoder}'
         elif facts.text_dim:
@@ -69,8 +75,10 @@ def check_configuration(config: ml_collections.ConfigDict) -> dict[str, str | di
     else:
         data_checks = 'the data set, its encoder and the memory for reading it'
         unchecked[data_checks] = 'name a built data set: --config.data.dir'
+        if config.init_from:
+            unchecked['the weights of init_from'] = 'the same: they depend on the texts'
         config_rules.check_config(config, needs_data=False)
-        vae_decoder.make_painter(config.preview.vae)
+        vae_decoder.make_painter(vae)
         # The model and the optimizer need nothing of the data except the form of its texts: any
         # vocabulary will do.
         vocabulary = 1 if config.model.text == 'sequence' else 0

@@ -46,7 +46,7 @@ from coyo11m_tfds.process.sizes import format_count
 from train_lib import run
 from train_lib.learning import flow, models, sharding, state, step_encoder
 from train_lib.learning.dit import SEQUENCE
-from train_lib.learning.step import Program, make_program
+from train_lib.learning.step import Program, make_program, sampling_settings
 from train_lib.lifecycle import chips, config_rules, device_memory
 from train_lib.tools import costs, hlo
 
@@ -198,11 +198,7 @@ def _count_flops(
     if step == EVALUATE:
         # With the own text and with another one.
         return 2 * evaluation
-    num_evaluations = config.preview.num_steps
-    if config.preview.sampler == 'heun':
-        num_evaluations = 2 * num_evaluations - 1
-    # With and without the text.
-    return 2 * num_evaluations * evaluation
+    return flow.count_evaluations(**sampling_settings(config.preview)) * evaluation
 
 
 def _lower(

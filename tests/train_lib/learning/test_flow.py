@@ -93,6 +93,7 @@ def test_only_guidance_computes_the_half_without_text(settings, guided):
     jax.effects_barrier()
     # Heun's method evaluates the model twice at each time but the first.
     count = 15 if settings.get('sampler') == 'heun' else 8
+    assert flow.count_evaluations(num_steps=8, **settings) == count + guided
     assert drops.count([False, False, True, True]) == guided
     assert drops.count([False, False]) == count - guided == len(drops) - guided
 

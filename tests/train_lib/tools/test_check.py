@@ -10,7 +10,9 @@ from train_lib.tools import check
 
 
 def test_a_configuration_that_fits(mini_dataset):
-    found = check.check_configuration(runs.small_config(mini_dataset))
+    # The decoder of a run without previews is not loaded.
+    config = runs.small_config(mini_dataset, **{'preview.vae': '/none'})
+    found = check.check_configuration(config)
     assert found['data'] == f'{mini_dataset}, text embeddings of hash'
     assert found['devices'] and 'unchecked' not in found
 
@@ -20,6 +22,7 @@ UNFIT = {
     'a mesh of more devices than there are': ('mesh.fsdp', 7, 'mesh.*7'),
     'windows of more memory than there may be': ('data.ram_budget_gb', 1e-6, 'data.ram_budget_gb'),
     'lanes that do not divide the batch': ('data.lanes', 3, 'lanes'),
+    'the weights of no run': ('init_from', '/', "init_from='/': / holds no checkpoint"),
     'a log of a package that is missing': ('wandb.project', 'x', 'wandb'),
 }
 
@@ -40,7 +43,8 @@ def test_without_a_data_set_all_else_is_checked_and_it_says_so():
     )
     with pytest.raises(ValueError, match=r"model\.name='huge/2': expected"):
         check.check_configuration(runs.small_config('', **{'model.name': 'huge/2'}))
-    check.check_configuration(runs.small_config('', **{'model.text': 'sequence'}))
+    config = runs.small_config('', init_from='other', **{'model.text': 'sequence'})
+    assert 'the weights of init_from' in check.check_configuration(config)['unchecked']
 
 
 def test_of_a_pod_the_mesh_is_left_to_the_compiler(mini_dataset):
