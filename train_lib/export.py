@@ -80,7 +80,7 @@ def export(
 
     Raises:
         ValueError: The run has no such checkpoint, its model is of another kind or has learned no
-            texts, or the folder holds other files.
+            texts, the VAE decodes other latents, or the folder holds other files.
         OSError: A file cannot be read or written.
     """
     jax_environment.check()
@@ -95,7 +95,8 @@ def export(
     painting = _describe_painting(vae, facts)
     # A folder of this machine says nothing to others.
     preview['vae'] = '' if painting['local_vae'] else vae
-    folder = epath.Path(out)
+    # Absolute, because the model has the name of the folder.
+    folder = workdirs.absolute(out)
     # Before the weights are read, which takes minutes for a large model.
     _check_export_folder(folder)
     # On one device, whatever the mesh of the run was: the example is small.
@@ -194,7 +195,8 @@ def _name_text_model(facts: DatasetStats, params: Any) -> dict[str, Any]:
 def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
     """Returns how raw latents become pictures, and the name of a VAE in a local folder.
 
-    This is the linear map to colours, and the scale for an `AutoencoderTiny`.
+    This is the linear map to colours, and the scale for an `AutoencoderTiny`. Raises a ValueError
+    for a VAE of other latents.
     """
     scale = latent_rgb.find_scale(facts.vae, facts.latent_scale) or latent_rgb.SCALES['sdxl']
     factor, shift = scale
@@ -204,6 +206,14 @@ def _describe_painting(vae: str, facts: DatasetStats) -> dict[str, Any]:
     local_vae = ''
     if vae:
         config = vae_files.read_vae_config(vae)
+        _, num_channels, _, _ = facts.latents_shape
+        # That of a class that only diffusers knows may have another name.
+        decoded_channels = config.get('latent_channels', num_channels)
+        if decoded_channels != num_channels:
+            raise ValueError(
+                f'the VAE {vae!r} decodes latents of {decoded_channels} channels, expected '
+                f'{num_channels}, as the data have: name the VAE that made their latents'
+            )
         scale = vae_decoder.scale_of_latents(vae, config, facts.vae, facts.latent_scale)
         if model_files.local_folder(vae, 'VAE'):
             local_vae = model_files.public_name(vae)
@@ -309,7 +319,7 @@ def main() -> None:
     run.prepare()
     export(
         FLAGS.workdir,
-        workdirs.absolute(FLAGS.out),
+        FLAGS.out,
         step=FLAGS.step,
         average=FLAGS.average,
         vae=FLAGS.vae,

@@ -293,6 +293,13 @@ def test_the_page_of_pytorch_refuses_settings_that_no_run_has(name, value, expec
         transformer(None, None, guidence=2.0)
 
 
+def test_a_vae_of_other_latents_is_refused(small_run, tmp_path):
+    vae = small_vae.make(tmp_path / 'vae', channels=16)
+    with pytest.raises(ValueError, match='decodes latents of 16 channels, expected 4'):
+        export.export(small_run[0], tmp_path / 'out', vae=str(vae))
+    assert not (tmp_path / 'out').exists()
+
+
 def test_a_folder_of_something_else_is_left_alone(small_run, tmp_path):
     (tmp_path / 'thesis.tex').write_text('x')
     with pytest.raises(ValueError, match=r'holds thesis\.tex: expected a new folder'):

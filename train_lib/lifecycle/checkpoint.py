@@ -289,7 +289,12 @@ def _list_steps(workdir: epath.PathLike) -> list[int]:
     folder = workdirs.absolute(workdir) / FOLDER
     if not folder.exists():
         return []
-    return sorted(ocp.utils.checkpoint_steps(folder))
+    steps = []
+    for path in ocp.utils.checkpoint_steps_paths(folder):
+        # Orbax takes a copy that somebody keeps there, such as `best_700`, for the step itself.
+        if path.name.isdecimal() and path.name == str(int(path.name)):
+            steps.append(int(path.name))
+    return sorted(steps)
 
 
 class SavedRun:

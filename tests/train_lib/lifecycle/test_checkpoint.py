@@ -159,8 +159,11 @@ def test_a_step_under_another_number_is_refused_with_its_own(run, tmp_path, read
     expected = f'^(init_from=.*: )?{steps}/7 is a checkpoint of step 4 in a folder named 7: rename'
     with pytest.raises(OSError, match=expected):
         read(run, steps.parent)
-    if read is drawn:
-        assert draw.Artist(steps.parent, step=STEP).step == STEP
+    # As a copy that somebody keeps it is no step.
+    (steps / '7').rename(steps / 'best_7')
+    read(run, steps.parent)
+    with pytest.raises(ValueError, match='holds no checkpoint of step 7; there are 2, 4'):
+        checkpoint.open_run(steps.parent, step=7)
 
 
 def test_a_folder_comes_before_a_step_of_a_run(run, tmp_path):
