@@ -27,7 +27,8 @@ from typing import Any
 
 import psutil
 
-_POLL_SECONDS = 0.25  # between readings of the memory, which take up to 10 ms for each GB mapped
+_POLL_SECONDS = 0.25  # between readings of the memory, at least
+_PAUSES_A_READING = 20  # times the reading, which takes up to 10 ms for each GB mapped
 _PACKAGES = (
     'jax',
     'tensorflow-cpu',
@@ -220,10 +221,14 @@ def _measure_process(command: Sequence[str], env: Mapping[str, str], log: pathli
         try:
             # By readings, because Linux keeps a peak of each process and none of all together.
             while process.poll() is None:
+                reading_start = time.monotonic()
                 memory = sum(map(_own_memory, _with_children(process.pid)))
                 peak = max(peak, memory)
+                # In a run of hours with many GB they would take an eighth of a core.
+                reading_seconds = time.monotonic() - reading_start
+                pause = max(_POLL_SECONDS, _PAUSES_A_READING * reading_seconds)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_SECONDS)
+                    process.wait(pause)
         finally:
             # After Ctrl-C, say; otherwise it has ended.
             process.kill()
