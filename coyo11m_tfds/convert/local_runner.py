@@ -169,7 +169,10 @@ class _LocalRun:
                     segment_paths = [paths[segment.file] for segment in task.segments]
                     future = self.pool.submit(write_shard, task, segment_paths, local)
                     futures.append(storers.submit(self._store, task, future, local))
-                concurrent.futures.wait(futures)
+                # Not `concurrent.futures.wait`, which would wait for ever for what a second Ctrl-C
+                # has cancelled.
+                for stored in futures:
+                    stored.exception()
         except BaseException as error:
             self._fail(error)
 

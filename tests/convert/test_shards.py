@@ -4,20 +4,27 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
 
 import numpy as np
 import pytest
 import torch
 
-from coyo11m_tfds import schema
-from coyo11m_tfds.convert import driver
+from coyo11m_tfds import schema, storage
+from coyo11m_tfds.convert import driver, local_runner
+from coyo11m_tfds.convert.data_folder import FinishedShards
 from coyo11m_tfds.dataset import chunk_index
 from coyo11m_tfds.process import workers
+from coyo11m_tfds.process.threads import ThreadPool
 from coyo11m_tfds.source.pt_file import PtFile
 from coyo11m_tfds.storage import json_digest
-from tests import damages, made_sources
+from coyo11m_tfds.storage.scratch import Scratch
+from tests import children, damages, made_sources
 from tests.built import files_of
 from tests.checkout import CHECKOUT
 from tests.convert.plans import data_folder, make_plan, planned_keys, write
@@ -104,6 +111,49 @@ def test_two_workers_write_the_bytes_of_one_without_a_process(tmp_path, monkeypa
     second = write(made, tmp_path / 'two', num_workers=2)
     assert [result.to_json() for result in second] == [result.to_json() for result in first]
     assert files_of(data_folder(tmp_path / 'two')) == files_of(data_folder(tmp_path / 'one'))
+
+
+def test_a_second_interrupt_leaves_no_thread_waiting(tmp_path):
+    """It comes while the end of uploads is awaited after the first."""
+    source = made_sources.write_source(tmp_path / 'source', [range(70)])
+    made = make_plan(source, tmp_path / 'stores')
+    main = threading.main_thread().ident
+    storing = []
+    uploaded = threading.Event()
+
+    class Uploads(FinishedShards):
+        def save(self, *args):
+            storing.append(args)
+            uploaded.wait(60)
+
+    def awaits(pool: str) -> bool:
+        """Whether the main thread waits for the threads of a pool."""
+        for frame, _ in traceback.walk_stack(sys._current_frames()[main]):
+            if frame.f_code is ThreadPool.__exit__.__code__:
+                return frame.f_locals['self']._thread_name_prefix == pool
+        return False
+
+    def interrupt_twice() -> None:
+        children.wait_until(lambda: len(storing) == 8)
+        signal.pthread_kill(main, signal.SIGINT)
+        children.wait_until(lambda: awaits('group'))
+        signal.pthread_kill(main, signal.SIGINT)
+        children.wait_until(lambda: awaits('store'))
+        time.sleep(0.05)
+        uploaded.set()
+
+    finished = Uploads(storage.open_writable_folder(tmp_path / 'data'), made.build)
+    # One more than there are threads that store.
+    results = local_runner.write_with_workers(
+        made.tasks[:9], finished, None, Scratch(tmp_path), str(tmp_path), num_workers=1
+    )
+    with ThreadPool(1) as thread:
+        interrupts = thread.submit(interrupt_twice)
+        with pytest.raises(KeyboardInterrupt):
+            next(results)
+        interrupts.result()
+    names = {'group_0', 'store_0'}
+    children.wait_until(lambda: names.isdisjoint(x.name for x in threading.enumerate()), seconds=60)
 
 
 def test_what_is_finished_is_not_written_again(tmp_path):
