@@ -462,11 +462,22 @@ def test_latents_that_nothing_tells_are_asked_for(of_bytes, tmp_path, latents_fr
         built.build(of_bytes, '', tmp_path / 'data', latents_from=latents_from)
 
 
-@pytest.mark.parametrize('latents_from', ['latents_256', 'latents_256:float16:4,32,32'])
-def test_latents_whose_shapes_are_in_the_samples_are_refused(tmp_path, latents_from):
-    columns = latent_files.MDS_COLUMNS | {'latents_512': 'bytes', 'latents_256': 'ndarray'}
+@pytest.mark.parametrize(
+    ('kind', 'latents_from', 'message'),
+    [
+        ('ndarray', 'latents_256', 'latents_256 is ndarray, .* Write the shards again'),
+        ('ndarray', 'latents_256:float16:4,32,32', 'latents_256 is ndarray, .* Write the shards'),
+        (
+            'ndarray:float16:4,,32',
+            'latents_256',
+            r'\.mds: latents_256 has rows \(\) of float16',
+        ),
+    ],
+)
+def test_latents_whose_shapes_are_in_the_samples_are_refused(tmp_path, kind, latents_from, message):
+    columns = latent_files.MDS_COLUMNS | {'latents_512': 'bytes', 'latents_256': kind}
     latent_files.write_mds(tmp_path / 'array', [samples_of_two()], columns)
-    with pytest.raises(ValueError, match=r'latents_256 is ndarray, .* Write the shards again'):
+    with pytest.raises(ValueError, match=message):
         built.build(tmp_path / 'array', '', tmp_path / 'data', latents_from=latents_from)
 
 

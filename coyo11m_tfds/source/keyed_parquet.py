@@ -42,7 +42,15 @@ _GAP = 64 << 10
 _PADDING = 100
 
 # What Arrow, or the reading of its metadata, raises, depending on which byte is damaged.
-_OF_DAMAGE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError)
+_OF_DAMAGE = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+)
 
 # A page begins with its header in Thrift's compact protocol: its type, two sizes and, if there is
 # one, its CRC-32. Each is a byte 0x15 and a number, whose bytes but the last are above 0x7f.
@@ -328,9 +336,7 @@ def _find_ranges(
     for group in range(metadata.num_row_groups):
         for index in range(metadata.num_columns):
             chunk = metadata.row_group(group).column(index)
-            # A nested column has parts, such as `caption.list.element`.
-            column, _, _ = chunk.path_in_schema.partition('.')
-            if column not in columns:
+            if not any(_is_of_column(chunk.path_in_schema, column) for column in columns):
                 continue
             begin = chunk.data_page_offset
             # A chunk begins with its dictionary, if it has one.
@@ -405,11 +411,16 @@ def column_chunks(metadata: pq.FileMetaData, column: str) -> list[pq.ColumnChunk
     """Returns the metadata of a column in each row group."""
     is_of_column = []
     for index in range(len(metadata.schema)):
-        path = metadata.schema.column(index).path
-        is_of_column.append(f'{path}.'.startswith(f'{column}.'))
-    # A nested column has several, such as `caption.list.element`; the first stands for all.
+        is_of_column.append(_is_of_column(metadata.schema.column(index).path, column))
+    # A nested column has several; the first stands for all.
     index = is_of_column.index(True)
     return [metadata.row_group(group).column(index) for group in range(metadata.num_row_groups)]
+
+
+def _is_of_column(path: str, column: str) -> bool:
+    """Whether a path in a schema is that of a column, or of a part of a nested one."""
+    # A part is called like `caption.list.element`. Names of columns may have dots as well.
+    return f'{path}.'.startswith(f'{column}.')
 
 
 def open_parquet(path: str | RangeReader, **options: Any) -> pq.ParquetFile:

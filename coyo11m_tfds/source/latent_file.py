@@ -100,10 +100,11 @@ class LatentFile:
         if file.local_path:
             cls._check_head(file, check_crc)
             return file.path
-        # Files of different folders may have the same name. The suffix stays, which tells the
-        # format.
-        digest = hashlib.sha256(file.path.encode()).hexdigest()[:16]
-        head = os.path.join(folder, f'{digest}-{file.name}')
+        # Files of different folders may have the same name, and names may be long. The suffix
+        # stays, which tells the format.
+        digest = hashlib.sha256(file.path.encode()).hexdigest()[:32]
+        _, suffix = os.path.splitext(file.name)
+        head = os.path.join(folder, f'{digest}{suffix}')
         cls._make_head(file, head, check_crc)
         return head
 

@@ -207,7 +207,7 @@ class MdsFile(LatentFile):
         if parts[0] == 'ndarray' and len(parts) == 3:
             _, dtype, dimensions = parts
             # No shape, which `_set_kind` refuses.
-            if not re.fullmatch(r'[\d,]+', dimensions):
+            if not re.fullmatch(r'\d{1,9}(,\d{1,9})*', dimensions):
                 return dtype, ()
             return dtype, tuple(map(int, dimensions.split(',')))
         if parts[0] != 'bytes':

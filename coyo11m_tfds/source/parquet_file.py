@@ -63,8 +63,9 @@ class ParquetFile(LatentFile):
         self._held_begin = 0  # number of the first row in `_held`
         self._held = np.empty((0, self.row_nbytes), np.uint8)
         # The keys of texts of digits, and those in the description of pandas, count as well.
-        key_column = keyed_parquet.find_key_column(self._arrow, self._latents_from.key_column)
-        self.key_column = key_column or keyed_parquet.find_key_column(self._arrow, '')
+        with keyed_parquet.naming_damage(self.path):
+            key_column = keyed_parquet.find_key_column(self._arrow, self._latents_from.key_column)
+            self.key_column = key_column or keyed_parquet.find_key_column(self._arrow, '')
         if not self.key_column:
             self._make_keys(metadata.num_rows)
             return

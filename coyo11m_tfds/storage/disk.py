@@ -95,11 +95,12 @@ class Disk(WritableFolder):
             if not is_visible(name, suffixes):
                 continue
             try:
-                files[name] = self.describe(self.path_of(name))
+                # Not `path_of`: the system has given the name, which may have backslashes.
+                files[name] = self.describe(os.path.join(self.folder, name))
             except FileNotFoundError:
                 # A dangling link, or a folder with the name of a file: not to be ignored.
                 raise ValueError(
-                    f'{self.path_of(name)} is missing or a folder; expected a file.'
+                    f'{self.folder}/{name} is missing or a folder; expected a file.'
                 ) from None
         return files
 

@@ -20,7 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
+from coyo11m_tfds import storage
 from coyo11m_tfds.source import captions, sidecar
+from coyo11m_tfds.source.keyed_parquet import KeyedFile, RemoteColumns
 from coyo11m_tfds.source.keyed_values import KeyedValues
 from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import made_sources
@@ -219,6 +221,20 @@ def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path):
     message = r'x\.parquet: has 2 rows, but its metadata describes 1 key\.'
     with pytest.raises(ValueError, match=message):
         join(path)
+    metadata[b'pandas'] = metadata[b'pandas'].replace(b'"stop": 1', b'"stop": 1' + b'0' * 40)
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    with pytest.raises(ValueError, match=r'x\.parquet: is damaged or not a Parquet file'):
+        join(path)
+
+
+def test_columns_of_a_remote_file_may_have_dots_in_their_names(tmp_path):
+    path = tmp_path / 'x.parquet'
+    texts = [f'{number} {"long" * 100}' for number in range(500)]
+    pq.write_table(pa.table({'a.b': texts, 'key': range(500), 'a': texts}), path)
+    copy = str(tmp_path / 'copy.parquet')
+    RemoteColumns(storage.describe_file(path), ['key', 'a.b']).fetch(copy)
+    with KeyedFile(copy, 'a.b') as file:
+        assert pa.chunked_array(file.values()).to_pylist() == texts
 
 
 class NoKeys(encryption.KmsClient):

@@ -173,6 +173,14 @@ def test_a_fault_is_named_with_its_row(tmp_path, make, latents_from, problem):
         open_file(path, latents_from).latents(range(COUNT))
 
 
+@pytest.mark.parametrize('pandas', ['[1]', 'nothing', '{"index_columns": null}'])
+def test_a_damaged_description_by_pandas_is_named(tmp_path, pandas):
+    table = pa.table({'latent': nested_lists(made_values())})
+    pq.write_table(table.replace_schema_metadata({'pandas': pandas}), tmp_path / 'x.parquet')
+    with pytest.raises(ValueError, match=r'x\.parquet: is damaged or not a Parquet file'):
+        open_file(tmp_path / 'x.parquet')
+
+
 def test_a_choice_between_columns_is_asked_for(tmp_path):
     lists = nested_lists(made_values())
     two = write(tmp_path / 'two.parquet', lists, latents_512=lists)

@@ -74,7 +74,12 @@ def assert_alike(head: str, whole: pathlib.Path) -> None:
 
 
 def test_a_head_says_what_the_whole_file_says(bucket, folder, whole):
-    head = PtFile.fetch_head(upload(bucket, whole.read_bytes()), folder)
+    """Also of an object whose name is longer than that of a file may be."""
+    name = f'{"0" * 300}.pt'
+    bucket.put('bucket', name, whole.read_bytes())
+    file = storage.describe_file(f'gs://bucket/{name}')
+    bucket.clear()
+    head = PtFile.fetch_head(file, folder)
     assert_alike(head, whole)
     assert received(bucket) < 300_000
     assert used(head) < 300_000
