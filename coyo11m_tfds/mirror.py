@@ -75,13 +75,16 @@ def mirror(
             in the user's cache.
 
     Raises:
-        ValueError: A wrong argument, no such source, or a file that differs from its checksum.
+        ValueError: A wrong argument, no such source, captions with the name of another file, or a
+            file that differs from its checksum.
         OSError: A storage is out of reach, full, or in use by another process.
     """
     # Arguments come before the source, whose listing may take minutes.
     target = storage.open_writable_folder(destination)
     errors.at_least(1).check('parallel', parallel)
-    files = source_folder.find_source(source).with_captions(captions).by_name
+    folder = source_folder.find_source(source).with_captions(captions)
+    files = folder.by_name
+    _check_all_named(folder, captions)
     num_bytes = sum(file.size for file in files.values())
     # A second command for the same folder is refused: it would wait for hours, to copy nothing.
     with locks.hold(target.folder, wait=False):
@@ -100,6 +103,15 @@ def mirror(
         # What killed runs before this one have left.
         target.sweep()
     return MirrorSummary(len(files), num_bytes, len(missing_files), target.folder)
+
+
+def _check_all_named(source: source_folder.SourceFolder, captions: str) -> None:
+    """Raises a ValueError for captions from elsewhere with the name of a file of latents."""
+    paths = {file.path for file in source.by_name.values()}
+    for file in source.latent_files:
+        if file.path not in paths:
+            problem = f'the copy would take the place of {file.path}: rename one of the two.'
+            raise errors.FieldError('captions', captions, problem)
 
 
 def _copy_all(

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from coyo11m_tfds import mirror, schema, storage
@@ -227,6 +229,18 @@ def test_empty_text_is_no_folder(local, monkeypatch, places, options, message):
     monkeypatch.chdir(local)
     with pytest.raises(ValueError, match=message):
         mirror.mirror(*places, **options)
+
+
+def test_captions_do_not_replace_latents_of_their_name(tmp_path):
+    for folder, column in (('hub', 'latents'), ('captions', 'caption')):
+        (tmp_path / folder).mkdir()
+        table = pa.table({'key': [1], column: [b'x']})
+        pq.write_table(table, tmp_path / folder / 'train.parquet')
+    captions = str(tmp_path / 'captions' / 'train.parquet')
+    message = rf'^captions={captions!r}: the copy would take the place of .*/hub/train\.parquet'
+    with pytest.raises(ValueError, match=message):
+        mirror.mirror(tmp_path / 'hub', tmp_path / 'copy', captions=captions)
+    assert not (tmp_path / 'copy').exists()
 
 
 def test_a_disk_with_just_enough_for_the_rest(in_bucket, tmp_path, monkeypatch):
