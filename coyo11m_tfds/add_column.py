@@ -27,6 +27,7 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import keyword
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -292,6 +293,12 @@ def _check_name(stored: StoredDataset, name: str, replace: bool) -> None:
     # Not latents in place, which no column of numbers can replace.
     if replace and isinstance(stored.columns.get(name), AddedColumn):
         return
+    # Conditions are parsed as Python, in which such a word is no name.
+    if keyword.iskeyword(name):
+        raise ValueError(
+            f'{stored.folder}: a new column cannot be called {name!r}, which no condition could '
+            f"name. Call it '{name}_', for example."
+        )
     if not _NAME.fullmatch(name) or name in used_names:
         raise ValueError(
             f'{stored.folder}: a new column cannot be called {name!r}. Expected a small letter, '

@@ -53,7 +53,7 @@ _NOT_IN_NAME = (
     *schema.META_RIGHTS,
 )
 
-# It becomes the name of a folder.
+# It becomes the name of a folder, so one that is made of fields ends after 100 characters.
 _NAME_RULE = FieldRule(
     "letters, digits, '_', '-' and '.'",
     lambda x: isinstance(x, str) and re.fullmatch('[A-Za-z0-9_][A-Za-z0-9_.-]*', x) is not None,
@@ -115,7 +115,7 @@ class Coyo11mConfig(BuildSettings, tfds.core.BuilderConfig):
         for name, value in (named or changed).items():
             last_part = os.path.basename(str(value).rstrip('/'))
             words.append(f'{name}-{last_part}')
-        return re.sub('[^A-Za-z0-9_.-]+', '-', '-'.join(words)) or 'latents'
+        return re.sub('[^A-Za-z0-9_.-]+', '-', '-'.join(words))[:100] or 'latents'
 
 
 class _DataPath(type(epath.Path())):  # type: ignore[misc]  # of this system's paths

@@ -232,6 +232,10 @@ MISTAKES = {
     'the name of the texts in records': ({'name': 'records', 'text': 'twice'}, NO_NAME),
     'a name that leads elsewhere': ({'name': '../x', 'text': 'twice'}, NO_NAME),
     'an empty name': ({'name': '', 'text': 'twice'}, NO_NAME),
+    'a name that conditions cannot hold': (
+        {'name': 'class', 'parquet': 'twice', 'column': 'x'},
+        f"{NO_NAME} 'class', which no condition could name",
+    ),
     'a scratch folder in a bucket': (
         {'text': 'twice', 'scratch_dir': 'gs://b/s'},
         "scratch_dir is 'gs://b/s', expected a local folder",

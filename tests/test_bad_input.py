@@ -218,6 +218,7 @@ def test_embeddings_that_are_missing_or_of_unequal_width(source):
         ({'caption_column': 'caption', 'num_workers': 2}, 'caption_column-caption'),
         ({'text_embeddings': '/a/b c/', 'shard_bytes': 9}, 'shard_bytes-9-text_embeddings-b-c'),
         ({'max_bad_fraction': 0.3}, 'max_bad_fraction-0.3'),
+        ({'citation': '@misc{x, ' * 100}, ('citation-' + '-misc-x' * 100)[:100]),
         ({'text_embeddings': '/a/x', 'name': 'y'}, 'y'),
     ],
 )
@@ -254,6 +255,9 @@ BAD_FIELDS = {
     'no truth': ({'check_crc': 'no'}, "check_crc='no': expected true or false"),
     'fewer workers than none': ({'num_workers': -1}, 'num_workers=-1: expected at least 0'),
     'no text': ({'text_embeddings': None}, 'text_embeddings=None: expected a string'),
+    'a truth as a size': ({'shard_bytes': True}, 'shard_bytes=True: expected an integer'),
+    'a truth as a share': ({'max_bad_fraction': True}, 'max_bad_fraction=True: expected a number'),
+    'a license of other bytes': ({'license': 'caf\udce9'}, 'license=.*: expected a text in UTF-8'),
 }
 
 

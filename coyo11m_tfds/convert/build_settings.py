@@ -17,6 +17,7 @@ import coyo11m_tfds
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import columns
 from coyo11m_tfds.dataset.columns import IN_PLACE, IN_RECORDS, LATENT_STORAGE
+from coyo11m_tfds.foreign import foreign_text
 from coyo11m_tfds.process import machine, workers
 from coyo11m_tfds.process.errors import UNIT_INTERVAL, FieldError, FieldRule, at_least, one_of
 from coyo11m_tfds.process.sizes import format_bytes, format_count
@@ -50,11 +51,17 @@ _NOT_COMPARED = {'max_bad_fraction', 'check_crc', 'package_version'}.union(schem
 # Configs come from JSON that people type, so a value may also be of another type.
 _TYPES = {
     str: FieldRule('a string', lambda x: isinstance(x, str)),
-    int: FieldRule('an integer', lambda x: isinstance(x, int)),
-    float: FieldRule('a number', lambda x: isinstance(x, (int, float))),
+    # True and false are whole numbers in Python.
+    int: FieldRule('an integer', lambda x: isinstance(x, int) and not isinstance(x, bool)),
+    float: FieldRule('a number', lambda x: isinstance(x, int | float) and not isinstance(x, bool)),
     bool: FieldRule('true or false', lambda x: isinstance(x, bool)),
 }
+# Of texts for the metadata, which a build writes at its end; names of files may be of any bytes.
+_READABLE = FieldRule('a text in UTF-8', foreign_text.is_readable)
 _RULES = {
+    schema.META_VAE: _READABLE,
+    schema.META_LICENSE: _READABLE,
+    schema.META_CITATION: _READABLE,
     'validation_fraction': FieldRule('one in [0, 1)', lambda x: 0 <= x < 1),
     'shard_bytes': at_least(1),
     'latents': one_of(*LATENT_STORAGE),

@@ -343,17 +343,19 @@ def open_data(data: Data) -> StoredDataset:
 
     A data set on the hub is read at one commit from here on; `folder` names it.
     Returns a `StoredDataset` unchanged, so that callers can reuse its metadata. Raises a
-    `DamagedError` or an OSError, such as a FileNotFoundError where there is no data set.
+    `DamagedError` or an OSError, such as a FileNotFoundError where there is no data set, and a
+    ValueError for a place of no storage.
     """
     if isinstance(data, StoredDataset):
         return data
     builder: Any = None
     if isinstance(data, str | os.PathLike):
-        folder = os.fspath(data).rstrip('/')
+        opened = storage.open_folder(data)
+        folder = opened.folder
         # Whoever pushes to its branch adds another version, and takes no file away from this one.
         # A folder that is not there gets its own error below, with advice.
         with contextlib.suppress(FileNotFoundError):
-            folder = storage.class_of(folder)(folder).pin().folder
+            folder = opened.pin().folder
     else:
         builder = data
         folder = os.fspath(builder.data_dir).rstrip('/')

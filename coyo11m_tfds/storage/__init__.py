@@ -109,8 +109,10 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
 def check_writable_file(path: str | os.PathLike[str]) -> None:
     """Checks that `write_file` can write at a path; raises a ValueError or an OSError."""
     # The name first: an absolute path has lost the slash at its end, by which it names a folder.
-    name = os.path.basename(os.fspath(path))
-    if not name or os.path.isdir(path):
+    parent, name = os.path.split(os.fspath(path))
+    # What is left of the URL of a bucket is its scheme, which would be a local folder.
+    is_bucket = local_path(path) is None and local_path(parent) is not None
+    if not name or is_bucket or os.path.isdir(path):
         raise ValueError(f'{path}: is a folder; expected the path of a file.')
     folder = os.path.dirname(make_absolute(path))
     open_writable_folder(folder).check_writable()

@@ -75,6 +75,12 @@ IMPOSSIBLE = [
 ]
 
 
+def test_an_empty_text_is_no_data_set(path, monkeypatch):
+    monkeypatch.chdir(path)
+    with pytest.raises(ValueError, match='no folder given, expected one to read'):
+        input_pipeline.open_data('')
+
+
 def test_a_column_that_cannot_be_is_refused(path):
     whole = (path / schema.COLUMNS_FILE).read_bytes()
     for name, changes, message in IMPOSSIBLE:

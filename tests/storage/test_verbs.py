@@ -140,7 +140,7 @@ def test_a_url_that_was_made_a_path_is_told_from_a_local_folder(url):
     storage.open_folder(f'./{url}')
 
 
-@pytest.mark.parametrize('path', ['', 'new/', 'new/sub/', 'gs://bucket/new/'])
+@pytest.mark.parametrize('path', ['', 'new/', 'new/sub/', 'gs://bucket/new/', 'gs://bucket'])
 def test_the_path_of_a_file_that_names_a_folder(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f'^{path}: is a folder; expected the path of a file'):
@@ -194,6 +194,12 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, disk):
     assert str(tmp_path) in out and 'too large' in out, errors
     assert disk.inventory() == {'small': _state(bytes(4096))}
     assert list((tmp_path / '.staging').iterdir()) == []
+
+
+def test_a_name_of_a_disk_may_hold_backslashes(tmp_path, disk):
+    (tmp_path / 'latents\\a.pt').touch()
+    [file] = disk.list_visible('', '.pt').values()
+    assert storage.describe_file(file.path) == file
 
 
 @pytest.mark.parametrize('name', ['{abs}/x', '../x', 'a/../../x', 'a//x', './x', 'a\\x', 'a\0x'])
