@@ -144,7 +144,7 @@ def _find_images(images: str | os.PathLike[str], settings: EncodingSettings) -> 
     found_images = image_files.find_images(
         images, settings.caption_column, divide, has_keys_of_paths=settings.has_keys_of_paths
     )
-    image_files.check_keys(found_images.parts)
+    image_files.check_first_images(found_images.parts)
     return found_images
 
 

@@ -143,16 +143,19 @@ def _find_tables(files: Mapping[str, StoredFile], has_other_images: bool) -> lis
     return with_images
 
 
-def check_keys(parts: Sequence[ImagePart]) -> None:
-    """Raises a ValueError if two of the first images of all parts have the same key.
+def check_first_images(parts: Sequence[ImagePart]) -> None:
+    """Looks at the first images of all parts, before hours go into any.
 
-    So two runs of img2dataset are found before hours go into both.
+    Where some have captions, parts without any are no error. Raises a ValueError if two have the
+    same key, as those of two runs of img2dataset, and for a Parquet file with other columns.
     """
     names = dict[int, str]()  # of the first image with each key
     count = max(_LEAST_KEYS, _MANY_KEYS // len(parts))
+    has_captions = False
     with ThreadPool(READS_AT_ONCE) as threads:
-        for keys in threads.map(lambda part: part.read_first_keys(count), parts):
-            for key, name in keys:
+        for images in threads.map(lambda part: part.read_first(count), parts):
+            has_captions = has_captions or images.has_captions
+            for key, name in images.keys:
                 other_name = names.setdefault(key, name)
                 if other_name != name:
                     raise ValueError(
@@ -160,6 +163,9 @@ def check_keys(parts: Sequence[ImagePart]) -> None:
                         'of img2dataset have. Take the keys of their paths (--keys=path), or '
                         'encode the runs one by one.'
                     )
+    if has_captions:
+        for part in parts:
+            part.needs_captions = False
 
 
 def _find_left(

@@ -68,24 +68,29 @@ class ParquetPart(ImagePart):
             yield self._read_rows(path, label, file.path)
 
     def _read_first_rows(self, count: int) -> Sequence[ImageRow]:
-        """Returns the first rows with nothing but their keys."""
+        """Returns the first rows with their keys, or one if all keys are hashes."""
         [(label, file)] = self.files.items()
         # Of a remote file, only the keys are fetched.
         opened = file.local_path or RangeReader(file)
         with keyed_parquet.naming_damage(file.path), keyed_parquet.open_parquet(opened) as table:
+            # Before any file is encoded: the last one may have something else than images.
+            if table.metadata.num_rows:
+                _find_columns(table.schema_arrow, file.path, self._columns)
             kinds = dict(zip(table.schema_arrow.names, table.schema_arrow.types, strict=True))
             kind = kinds.get(schema.KEY, pa.null())
             is_text = _is_short_text(kind)
-            # All keys are hashes then, which do not repeat.
+            captions = [column for column in self._columns if column in kinds]
+            fields: dict[str, Any] = dict.fromkeys(captions, '')
+            # Hashes do not repeat.
             if not (is_text or pa.types.is_integer(kind)):
-                return []
+                return [ImageRow(label, 0, fields, bytes)]
             rows = list[ImageRow]()
             for batch in table.iter_batches(count, columns=[schema.KEY], use_threads=False):
                 column = batch.column(0)
                 keys = _read_texts(column) if is_text else column.to_pylist()
                 for number, key in enumerate(keys):
                     # Nobody reads the images of these rows, so that any function does.
-                    rows.append(ImageRow(f'{label}/{number}', 0, {schema.KEY: key}, bytes))
+                    rows.append(ImageRow(f'{label}/{number}', 0, fields | {schema.KEY: key}, bytes))
                 # The first batch has at most `count` rows; a file without rows has none.
                 break
             return rows

@@ -219,7 +219,8 @@ def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator
         # Blank lines are no rows.
         for cells in filter(None, reader):
             if not columns:
-                columns = _check_header(cells, path)
+                columns = [name.strip() for name in cells]
+                _check_header(columns, path)
                 continue
             number += 1
             if len(cells) != len(columns):
@@ -243,15 +244,14 @@ def _parse_csv(text: str, path: str, caption_columns: Sequence[str]) -> Iterator
         ) from None
 
 
-def _check_header(columns: list[str], path: str) -> list[str]:
-    """Returns the names of columns; raises a ValueError unless the table can be used with them."""
+def _check_header(columns: list[str], path: str) -> None:
+    """Raises a ValueError unless a table can be used with columns of these names."""
     has_repeated_names = len(set(columns)) < len(columns)
     if _FILE_NAME not in columns or has_repeated_names:
         raise ValueError(
             f'{path}: its header is {columns}, expected different names, separated by commas, '
             f'with {_FILE_NAME!r} among them.'
         )
-    return columns
 
 
 def _parse_json_lines(text: str, path: str) -> Iterator[_Row]:

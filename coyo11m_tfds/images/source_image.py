@@ -70,6 +70,13 @@ class ImageRow(NamedTuple):
     read_bytes: Read
 
 
+class FirstImages(NamedTuple):
+    """What is known of a part before it is encoded."""
+
+    keys: list[tuple[int, str]]  # those that are no hashes, with the names of their images
+    has_captions: bool  # whether an image has a field or column of captions, perhaps an empty one
+
+
 class ImagePart(abc.ABC):
     """Images that are encoded together."""
 
@@ -77,6 +84,8 @@ class ImagePart(abc.ABC):
 
     text_files: Mapping[str, StoredFile] = types.MappingProxyType({})  # next to the images
     texts_digest = ''  # digest of what these say of the images
+    # Whether images that have texts, but not in the column that was chosen, are an error.
+    needs_captions = True
 
     def __init__(
         self, files: Mapping[str, StoredFile], caption_column: str, has_keys_of_paths: bool
@@ -111,22 +120,25 @@ class ImagePart(abc.ABC):
         with self._open_rows(scratch) as groups:
             yield itertools.chain.from_iterable(map(self._describe, groups))
 
-    def read_first_keys(self, count: int) -> list[tuple[int, str]]:
-        """Returns keys that are no hashes, with the names of their images.
+    def read_first(self, count: int) -> FirstImages:
+        """Looks at some of the first `count` images.
 
-        These are some of the first `count` images, without more than a look at a remote file, and
-        in a folder of files later ones whose keys may repeat.
+        Of a remote file this is no more than a look. In a folder of files, keys are also those of
+        later images whose keys may repeat.
         """
         keys = list[tuple[int, str]]()
+        has_captions = False
         for row in self._read_first_rows(count):
             key, rule = self._find_key(row)
             if rule != KEY_OF_HASH:
                 keys.append((key, row.name))
-        return keys
+            if not row.fields.keys().isdisjoint(self._columns):
+                has_captions = True
+        return FirstImages(keys, has_captions)
 
     @abc.abstractmethod
     def _read_first_rows(self, count: int) -> Sequence[ImageRow]:
-        """Returns some of the first `count` images, at least with their keys."""
+        """Returns some of the first `count` images, at least with keys and names of captions."""
 
     @abc.abstractmethod
     def _open_rows(
@@ -168,7 +180,8 @@ class ImagePart(abc.ABC):
         # Only of a whole group: images without any text, such as one of the page about a data set,
         # may lie with others.
         names = _find_names(rows, _is_text)
-        if len(self._columns) == 1 and names and self._columns[0] not in names:
+        is_chosen = self.needs_captions and len(self._columns) == 1
+        if is_chosen and names and self._columns[0] not in names:
             raise ValueError(
                 f'{rows[0].name}: neither it nor another image has {self._columns[0]!r}, expected '
                 f'one of their texts {sorted(names)}. Set caption_column.'

@@ -355,6 +355,32 @@ def test_files_of_texts_have_the_names_of_images_however_they_are_written(folder
     assert captions_of(folder) == {image: 'x', 'other.jpg': ''}
 
 
+@pytest.mark.parametrize('kind', ['files', 'tars', 'tables'])
+def test_a_part_without_captions_is_no_error_where_others_have_some(folder, kind):
+    for name, fields in {'a': {'url': 'x'}, 'b': {'url': 'y', 'alt': 'b'}}.items():
+        if kind == 'files':
+            write_images(folder, f'{name}.jpg')
+            (folder / f'{name}.json').write_text(json.dumps(fields))
+        elif kind == 'tars':
+            sample = {'jpg': IMAGE, 'json': fields}
+            latent_files.write_tar(folder / f'{name}.tar', {name: sample})
+        else:
+            columns = {column: [text] for column, text in fields.items()}
+            pq.write_table(pa.table({'image': [IMAGE]} | columns), folder / f'{name}.parquet')
+    for column, expected in (('alt', ['', 'b']), ('title', None)):
+        parts, _ = image_files.find_images(folder, column, lambda sizes: [slice(1), slice(1, 2)])
+        image_files.check_first_images(parts)
+        captions = []
+        for part in parts:
+            with part.open(Scratch(folder)) as images:
+                if not expected:
+                    with pytest.raises(ValueError, match="has 'title', expected one of their"):
+                        next(images)
+                else:
+                    captions += [image.caption for image in images]
+        assert captions == (expected or [])
+
+
 def test_files_of_texts_with_similar_names_lead_to_no_other_image(folder):
     write_images(folder, 'a.jpg', 'A.png', 'b.jpg', 'B.jpg', 'Cc.jpg', 'cC.jpg')
     (folder / 'A.txt').write_text('A')
@@ -384,9 +410,9 @@ def test_a_text_that_changes_while_it_is_read_is_no_part_of_a_caption(folder, tm
         pass
 
 
-def test_the_name_of_a_table_may_have_large_letters(folder):
+def test_the_name_of_a_table_may_have_large_letters_and_its_header_blanks(folder):
     write_images(folder, 'a.jpg')
-    (folder / 'Metadata.CSV').write_text('file_name,text\na.jpg,x\n')
+    (folder / 'Metadata.CSV').write_text('file_name, text \na.jpg,x\n')
     assert captions_of(folder) == {'a.jpg': 'x'}
 
 
@@ -597,7 +623,7 @@ def test_texts_of_parquet_that_are_no_utf_8_are_no_end_of_the_file(folder):
     for images, first in ((texts, CP1252), (image, CP1252)):
         pq.write_table(pa.table({'image': images, 'key': texts}), folder / 'x.parquet')
         parts, _ = image_files.find_images(folder, '', lambda sizes: [])
-        image_files.check_keys(parts)
+        image_files.check_first_images(parts)
         assert [x.data for x in find(folder)] == [first, JPEG]
 
 
@@ -620,8 +646,13 @@ def test_what_is_no_image_of_parquet_is_told_as_it_is(folder, image, reason):
 @pytest.mark.parametrize('images', [[1], [[[0.5]]], [{'url': 'a'}], [[b'a', b'b']]])
 def test_a_column_of_no_images_is_refused(folder, images):
     pq.write_table(pa.table({'image': images}), folder / 'x.parquet')
-    with pytest.raises(ValueError, match=r"x\.parquet: column 'image' is .*, expected the bytes"):
+    message = r"x\.parquet: column 'image' is .*, expected the bytes"
+    with pytest.raises(ValueError, match=message):
         find(folder)
+    # Also before the files in front of it are encoded.
+    parts, _ = image_files.find_images(folder, '', lambda sizes: [])
+    with pytest.raises(ValueError, match=message):
+        image_files.check_first_images(parts)
 
 
 def test_a_parquet_file_without_rows_is_a_count(folder):
