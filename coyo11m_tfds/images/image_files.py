@@ -25,7 +25,8 @@ from coyo11m_tfds.images.source_image import READS_AT_ONCE, ImagePart, folders_a
 from coyo11m_tfds.pictures import image_kinds
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.process.threads import ThreadPool
-from coyo11m_tfds.storage.stored_file import StoredFile
+from coyo11m_tfds.source.encoding_file import Encoding
+from coyo11m_tfds.storage.stored_file import FileChanged, StoredFile
 
 _MAX_HEADS = 100  # of remote files with one suffix
 # Keys that are compared before anything is encoded: of so many images of each part, or so many of
@@ -73,9 +74,10 @@ def find_images(
     left = _find_left(files, hidden_names, broken_names)
     images = [name for name in sorted(files) if image_kinds.judge_name(name) == '']
     tars = []
+    encoded_folders = _find_encodings(files)
     for name in _names_with('.tar', files):
         # The output of an earlier command may be below the images.
-        if not _is_encoded(name, files):
+        if next(folders_above(name)) not in encoded_folders:
             tars.append(name)
     tables = _find_tables(files, has_other_images=bool(images or tars))
     parts = list[ImagePart]()
@@ -234,7 +236,20 @@ def _names_with(suffix: str, files: Mapping[str, StoredFile]) -> list[str]:
     return [name for name in sorted(files) if name.lower().endswith(suffix)]
 
 
-def _is_encoded(tar: str, files: Mapping[str, StoredFile]) -> bool:
-    """Whether a tar holds latents that `encode_images` has written."""
-    folder = next(folders_above(tar))
-    return folder + schema.ENCODING_FILE in files
+def _find_encodings(files: Mapping[str, StoredFile]) -> set[str]:
+    """Returns the folders of latents that `encode_images` has written, each with a slash."""
+    folders = set[str]()
+    for name, file in files.items():
+        folder = next(folders_above(name))
+        if name != folder + schema.ENCODING_FILE:
+            continue
+        try:
+            Encoding.parse(file.read())
+        except FileChanged:
+            # Another process of the same job has just written it.
+            pass
+        except ValueError:
+            # Of another program: next to it, tars may be those of images.
+            continue
+        folders.add(folder)
+    return folders

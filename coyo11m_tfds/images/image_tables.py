@@ -277,8 +277,8 @@ def _parse_json_lines(text: str, path: str) -> Iterator[_Row]:
 
 def _parse_cell(cell: str) -> int | float | str:
     """Returns the number that a cell is, or its text."""
-    # Python reads digits with underscores, which others use in names.
-    if '_' in cell:
+    # Python reads digits with underscores, which others use in names, and those of all scripts.
+    if '_' in cell or not cell.isascii():
         return cell
     for number in (int, float):
         try:

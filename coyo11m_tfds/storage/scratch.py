@@ -34,15 +34,13 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
 
 
 def _find_chosen(folder: StrPath) -> str:
-    """Returns the path of a folder that the user has chosen; ValueError for a URL."""
-    _check_local(folder)
-    return os.path.expanduser(folder)
+    """Returns the path of a folder that the user has chosen.
 
-
-def _check_local(folder: StrPath) -> None:
-    """Raises a ValueError for a URL: what lies in scratch is opened as a local file."""
+    Raises a ValueError for a URL: what lies in scratch is opened as a local file.
+    """
     if storage.local_path(folder) is None:
         raise ValueError(f'scratch_dir is {os.fspath(folder)!r}, expected a local folder.')
+    return os.path.expanduser(folder)
 
 
 def user_cache(*names: str) -> str:
@@ -92,8 +90,7 @@ class Scratch:
 
     def __init__(self, folder: StrPath):
         """Takes the folder; ValueError for a URL."""
-        _check_local(folder)
-        self._folder = os.fspath(folder)
+        self._folder = _find_chosen(folder)
 
     @contextlib.contextmanager
     def make_folder(self) -> Iterator[str]:

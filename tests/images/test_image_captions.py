@@ -167,7 +167,7 @@ def test_a_caption_that_reads_as_a_number_stays_a_text(folder, kind, column):
 
 def test_other_cells_of_csv_are_numbers(folder):
     write_images(folder, 'a.jpg')
-    (folder / 'metadata.csv').write_text('file_name,text,key,score,id\na.jpg,x,7,0.5,1_000\n')
+    (folder / 'metadata.csv').write_text('file_name,text,key,score,id,no\na.jpg,x,7,0.5,1_000,٣\n')
     [(image, _, _)] = find(folder)
     assert (image.key, image.numbers, image.caption) == (7, {'score': 0.5}, 'x')
 

@@ -14,6 +14,7 @@ from coyo11m_tfds import captioned_images
 from coyo11m_tfds.foreign import tar_members
 from coyo11m_tfds.images import image_files, source_image
 from coyo11m_tfds.pictures.pixels import OtherImageError
+from coyo11m_tfds.source.encoding_file import Encoding
 from coyo11m_tfds.storage.scratch import Scratch
 from tests import hostile_images
 
@@ -205,14 +206,18 @@ def test_a_row_of_a_table_is_of_one_image_and_its_key_too(tmp_path):
 
 
 def test_images_of_all_kinds_in_one_folder_are_taken(tmp_path):
-    folder = write(tmp_path / 'photos', {'assets/teaser.png': PNG, 'latents/encoding.json': b'{}'})
+    files = {'assets/teaser.png': PNG, 'latents/encoding.json': Encoding({}).to_bytes()}
+    # Which is of another program.
+    files['videos/encoding.json'] = b'{}'
+    folder = write(tmp_path / 'photos', files)
+    write_tar(folder / 'videos' / '0.tar', [('a.jpg', JPEG)])
     write_tar(folder / '0.tar', [('a.jpg', JPEG)])
     write_tar(folder / 'latents' / '0.tar', [('a.npy', b'')])
     write_tar(folder / 'empty.tar', [('a.txt', b'')])
     write_parquet(folder / '0.parquet', key=[1], caption=['Of a tar.'])
     write_parquet(folder / 'x.parquet', image=[{'bytes': JPEG, 'path': 'x'}])
     write_parquet(folder / 'y.parquet', image=pa.array([], pa.binary()))
-    taken, left = {'assets/teaser.png', '0.tar/a.jpg', 'x.parquet/0'}, {}
+    taken, left = {'assets/teaser.png', '0.tar/a.jpg', 'videos/0.tar/a.jpg', 'x.parquet/0'}, {}
     left['empty.tar'], left['y.parquet'] = 'tar without images', 'Parquet file without rows'
     assert names_and_reasons(folder, tmp_path) == (taken, left)
     write_parquet(folder / 'z.parquet', jpg=[JPEG], key=[1])

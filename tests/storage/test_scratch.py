@@ -84,6 +84,8 @@ def test_the_folder_of_a_run_lies_where_the_user_says(monkeypatch, tmp_path):
     out = tmp_path / 'out'
     with scratch.scratch_folder(str(out), '~/mine') as folder:
         assert pathlib.Path(folder).parent == tmp_path / 'mine'
+    with Scratch('~/mine').make_folder() as folder:
+        assert pathlib.Path(folder).parent == tmp_path / 'mine'
     # One that the run has made does not stay empty, one of the user does.
     assert not out.exists()
     out.mkdir()
