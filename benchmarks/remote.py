@@ -28,14 +28,15 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
     """Starts the server, and builds a data set on it by each checkout that is measured."""
     from tests.fakes.cloud import fake_gcs, through_proxy
 
-    bucket = pathlib.Path(tempfile.mkdtemp(dir=folder))
-    server = stack.enter_context(fake_gcs(bucket))
+    # Removed at the end: no later run uses them, which the flag `--keep` is for.
+    bucket = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+    server = stack.enter_context(fake_gcs(pathlib.Path(bucket)))
     source_dir = source.make(folder, source.num_samples_of(flags.gb))
     urls = {}
     folders = {}
     # A checkout may write another format, so each reads what it has built itself.
     for before in {side.before for side in flags.sides.values()}:
-        out = tempfile.mkdtemp(dir=folder)
+        out = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
         urls[before] = f'gs://bucket/{len(urls)}/1.0.0'
         writer = dataclasses.replace(convert.SIDES['builder'], before=before)
         runner.run(writer, source_dir=source_dir, out=out)

@@ -100,6 +100,9 @@ def test_a_workdir_is_checked_without_a_trace(gcs, tmp_path):
 
 def test_a_workdir_that_cannot_be_is_refused(gcs, tmp_path):
     (tmp_path / 'file').write_text('')
+    # Before hours of training whose first checkpoint Orbax would not write.
+    with pytest.raises(ValueError, match=r'could not be written; expected .* path is UTF-8'):
+        workdirs.check_takes_checkpoints(tmp_path / 'caf\udce9')
     with pytest.raises(
         OSError, match=r'^gs://no-such-bucket: there is no such bucket\. Make it with'
     ):

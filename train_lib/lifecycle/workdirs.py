@@ -17,8 +17,14 @@ def absolute(folder: epath.PathLike) -> epath.Path:
 
 
 def check_takes_checkpoints(folder: epath.PathLike) -> None:
-    """Raises a ValueError for a folder that Orbax takes for another one, or for a pattern."""
+    """Raises a ValueError for a folder that Orbax takes for another one, or cannot name."""
     place = str(absolute(folder))
+    try:
+        place.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f'{place}: its checkpoints could not be written; expected a folder whose path is UTF-8.'
+        ) from error
     # Arrays would stay where they are not looked for, or those of other folders would be read.
     wrong = [character for character in '*?[\\' if character in place]
     if storage.local_path(place) is None:
