@@ -221,6 +221,10 @@ def test_the_quota_of_a_run_from_the_hub(hub, mini_dataset, command):
     for place in (f'{data}/absent', 'hf://datasets/owner/absent'):
         assert doctor.check_quota(place, num_processes=1, **use).status == 'fail'
     assert doctor.check_quota(str(mini_dataset), num_processes=1, **use).status == 'pass'
+    stored = input_pipeline.open_data(data)
+    of_others = dataclasses.replace(stored, splits={'test': stored.splits[schema.TRAIN]})
+    finding = doctor.check_quota(of_others, num_processes=1, **use)
+    assert (finding.status, "has no records in a split 'train'" in finding.text) == ('fail', True)
     status, said, _ = command(doctor, f'--data={data}', '--chunk=256', '--processes=2')
     assert status == 0 and 'pass  quota: hf://datasets/owner/name@' in said
     status, _, errors = command(doctor, f'--data={data}', '--chunk=0')

@@ -43,12 +43,13 @@ def estimate_use(
         num_processes: Processes that share the account, or the address of an anonymous user.
 
     Raises:
-        ValueError: Its train split has no records.
+        ValueError: It has no train split, or one without records.
         OSError: The hub refuses the request.
     """
-    split = data.splits[schema.TRAIN]
-    if not split.num_records:
-        raise ValueError(f'{data.folder}: its split {schema.TRAIN!r} has no records.')
+    split = data.splits.get(schema.TRAIN)
+    # That of another program may be called otherwise.
+    if not split or not split.num_records:
+        raise ValueError(f'{data.folder}: has no records in a split {schema.TRAIN!r}.')
     num_files = len(split.file_names)
     record_nbytes = split.num_bytes / split.num_records
     # The records of a chunk are one request, and its rows in each column are another.

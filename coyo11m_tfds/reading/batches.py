@@ -169,12 +169,15 @@ class Ahead(Iterator[T]):
             return
         self._is_closed = True
         self._ready = collections.deque([(None, StopIteration())])
-        # Also those of reads that this thread waits for.
-        self._executor.end_pauses()
+        self.end_pauses()
         # The thread drops the iterator, because only the thread knows when it is not running.
         with contextlib.suppress(RuntimeError):  # the thread has ended
             self._executor.submit(setattr, self, '_items', iter(()))
         self._end_thread()
+
+    def end_pauses(self) -> None:
+        """Ends the pauses of the thread, and of reads that it waits for; others go on."""
+        self._executor.end_pauses()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

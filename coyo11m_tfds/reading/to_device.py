@@ -34,6 +34,7 @@ class Arrays(Resumable[dict[str, jax.Array]]):
     def __init__(self, batches: Batches, sharding: jax.sharding.Sharding, ahead: int):
         """Takes an iterator of host batches, and continues at its position."""
         cursor = batches.cursor
+        self._batches = batches
 
         def read(start: Cursor) -> Iterator[dict[str, jax.Array]]:
             # Only `set_state` starts elsewhere than the host's batches are.
@@ -57,6 +58,11 @@ class Arrays(Resumable[dict[str, jax.Array]]):
         self.steps_per_epoch = batches.steps_per_epoch
         self.process_index = batches.process_index
         self.process_count = batches.process_count
+
+    def end_pauses(self) -> None:
+        """See `Ahead`; the host's batches are read by a thread of their own."""
+        super().end_pauses()
+        self._batches.end_pauses()
 
 
 def process_share(sharding: jax.sharding.Sharding) -> tuple[int, int]:

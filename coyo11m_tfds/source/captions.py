@@ -118,8 +118,15 @@ class CaptionFiles:
                     state = file_state.compute_state(path)
                     copied_files.check_recorded_state(state, file.recorded, file.path)
                 paths[file.path] = path
-            join_texts(paths, self.caption_column, folder, requested_keys, self.key_column)
-        # They are opened twice, for keys and for captions, which must be of one version.
+            # They are opened twice, for keys and for captions, which must be of one version: with
+            # other rows the second time, nothing fits together.
+            try:
+                join_texts(paths, self.caption_column, folder, requested_keys, self.key_column)
+            finally:
+                self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Raises a `FileChanged` for a local file that is no longer the one that was found."""
         for file in self.files:
             if not file.is_unchanged():
                 raise file_changed(file, 'while it was read')

@@ -368,6 +368,11 @@ def naming_damage(name: str) -> Iterator[None]:
         is_of_disk = isinstance(error, OSError) and error.errno is not None
         if is_named or is_of_disk:
             raise
+        # Of the path, of which Arrow makes a text.
+        if isinstance(error, UnicodeEncodeError):
+            raise ValueError(
+                f'{name}: Arrow opens no file whose path is not UTF-8. Rename it or its folder.'
+            ) from error
         text = f'{type(error).__name__}: {error}'
         # In one line, however Arrow breaks it.
         cause = ' '.join(text.split())[:300]

@@ -25,7 +25,9 @@ from hypothesis import strategies as st
 import input_pipeline
 from coyo11m_tfds import schema
 from coyo11m_tfds.dataset import stored_dataset
+from coyo11m_tfds.process import threads
 from coyo11m_tfds.reading.batches import Ahead
+from coyo11m_tfds.sampling.mixture import BatchShares, Cursor, Position
 from tests import children, runs
 from tests.reading.batches import assert_same
 from tests.reading.damaged import LENGTHS, ORDER
@@ -383,6 +385,28 @@ def test_dropping_or_closing_the_batches_ends_their_threads(intact, engine, plac
         batches.set_state(state)
         np.testing.assert_array_equal(next(batches)['crop'], first)
         batches.close()
+
+
+def test_whoever_closes_arrays_does_not_wait_for_the_host():
+    begun = threading.Event()
+
+    def read(_):
+        yield {}
+        begun.set()
+        threads.pause(600)
+
+    before = threading.enumerate()
+    cursor = Cursor(Position(0, (0,)), BatchShares(1), ('',))
+    arrays = input_pipeline.to_device(
+        input_pipeline.Batches(read, cursor, {}, 1.0, (0, 1), 1, ''), one_device()
+    )
+    next(arrays)
+    begun.wait(60)
+    arrays.close()
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 def test_the_end_of_an_iterator_keeps_nothing_of_who_read_it():

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import os
 import pathlib
 import shutil
 import subprocess
@@ -21,9 +22,10 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from coyo11m_tfds import storage
-from coyo11m_tfds.source import captions, sidecar
+from coyo11m_tfds.source import captions, keyed_values, sidecar
 from coyo11m_tfds.source.keyed_parquet import KeyedFile, RemoteColumns
 from coyo11m_tfds.source.keyed_values import KeyedValues
+from coyo11m_tfds.storage.scratch import Scratch
 from coyo11m_tfds.storage.stored_file import StoredFile
 from tests import made_sources
 from tests.checkout import CHECKOUT
@@ -209,6 +211,28 @@ def test_a_bad_captions_file_is_refused_by_name(tmp_path, table, message):
     with pytest.raises(ValueError, match=message) as error:
         join(tmp_path / 'x.parquet')
     assert str(tmp_path / 'x.parquet') in str(error.value)
+
+
+def test_a_file_that_gets_more_rows_between_its_keys_and_captions_is_named(tmp_path, monkeypatch):
+    path = tmp_path / 'x.parquet'
+    pq.write_table(pa.table({'key': [1], 'caption_llava': ['a']}), path)
+    files = captions.CaptionFiles([storage.describe_file(path)], 'key', 'caption_llava')
+    order_by_key = keyed_values.order_by_key
+
+    def write_more_first(keys):
+        pq.write_table(pa.table({'key': [1, 2], 'caption_llava': ['a', 'b']}), path)
+        return order_by_key(keys)
+
+    monkeypatch.setattr(keyed_values, 'order_by_key', write_more_first)
+    with pytest.raises(OSError, match=r'x\.parquet has changed since it was listed'):
+        files.join(str(tmp_path / 'joined'), Scratch(tmp_path / 'scratch'))
+
+
+def test_a_path_that_is_no_utf8_is_not_called_damage(tmp_path):
+    path = tmp_path / os.fsdecode(b'caf\xe9.parquet')
+    path.write_bytes(b'')
+    with pytest.raises(ValueError, match=r'\.parquet: Arrow opens no file whose path is not UTF-8'):
+        join(path)
 
 
 def test_keys_that_the_metadata_describes_wrongly_are_refused(tmp_path):
