@@ -6,8 +6,8 @@
 
 A dry run: like a run before its first step, the program checks the settings,
 the mesh, the data set, the memory for reading, the model, the optimizer and
-the run that `init_from` names. It compiles nothing. After an error it ends with
-one line and exit status 1. If the configuration is for several hosts
+the run that `init_from` names. It compiles nothing. After an error it ends
+with one line and exit status 1. If the configuration is for several hosts
 (`distributed`), the program makes the checks that one host can make, with a
 mesh of this host's devices.
 """
