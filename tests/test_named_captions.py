@@ -146,13 +146,13 @@ def test_all_files_have_the_columns_of_the_first(tmp_path):
 
 
 class ChangingScratch(Scratch):
-    """Gives files that are written again before they are released."""
+    """Gives files that are written again as soon as they are held."""
 
     @contextlib.contextmanager
     def hold_all(self, files, **options):
         with super().hold_all(files, **options) as paths:
-            yield paths
             os.utime(files[0].path, (1, 1))
+            yield paths
 
 
 def test_captions_that_change_while_they_are_read_are_refused(source, tmp_path):
