@@ -229,7 +229,7 @@ SIDES = {
     'mean_3': _recipe("mean of the times' logits 3", flow__logit_mean=3.0),
     'adamw': _recipe('AdamW instead of Muon', optimizer__name='adamw', share=1.28),
     'pooled': _recipe('the mean of the words alone', model__text='pooled'),
-    'patch_1': _recipe('patches of 1', model__patch_size=1, share=0.04),
+    'patch_1': _recipe('patches of 1', model__patch_size=1, share=0.02),
     'patch_2': _recipe('patches of 2', model__patch_size=2, share=0.25),
     'width_128': _recipe('width 128, 4 blocks', model__width=128, model__num_heads=4,
                          model__depth=4, share=0.8),
