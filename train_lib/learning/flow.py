@@ -192,7 +192,7 @@ def sample(
 
     def is_inside(time: Any) -> Any:
         """Returns whether guidance applies at a time, or at each of several."""
-        return (guidance_low <= time) & (time <= guidance_high)
+        return _is_within(time, guidance_low, guidance_high)
 
     # No step begins at the last time.
     are_inside = is_inside(times[:-1])
@@ -251,8 +251,13 @@ def count_evaluations(
         evaluated = np.concatenate([evaluated, times[1:-1]])
     if guidance == 1:
         return len(evaluated)
-    are_inside = (guidance_low <= evaluated) & (evaluated <= guidance_high)
+    are_inside = _is_within(evaluated, guidance_low, guidance_high)
     return len(evaluated) + int(np.sum(are_inside))
+
+
+def _is_within(time: Any, low: float, high: float) -> Any:
+    """Returns whether a time, or each of several, lies in an interval with both its ends."""
+    return (low <= time) & (time <= high)
 
 
 def step_times(num_steps: int, time_shift: float) -> np.ndarray:

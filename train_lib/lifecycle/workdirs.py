@@ -7,6 +7,7 @@ from absl import logging
 from etils import epath
 
 from coyo11m_tfds import storage
+from coyo11m_tfds.foreign import foreign_text
 from coyo11m_tfds.storage import locks
 
 
@@ -19,12 +20,10 @@ def absolute(folder: epath.PathLike) -> epath.Path:
 def check_takes_checkpoints(folder: epath.PathLike) -> None:
     """Raises a ValueError for a folder that Orbax takes for another one, or cannot name."""
     place = str(absolute(folder))
-    try:
-        place.encode()
-    except UnicodeEncodeError as error:
+    if not foreign_text.is_readable(place):
         raise ValueError(
             f'{place}: its checkpoints could not be written; expected a folder whose path is UTF-8.'
-        ) from error
+        )
     # Arrays would stay where they are not looked for, or those of other folders would be read.
     wrong = [character for character in '*?[\\' if character in place]
     if storage.local_path(place) is None:

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from etils import epath
 
 from coyo11m_tfds.dataset.stored_dataset import DatasetStats
+from coyo11m_tfds.foreign import foreign_text
 from coyo11m_tfds.pictures import vae_decoder
 from coyo11m_tfds.process import jax_environment
 from coyo11m_tfds.process.errors import FieldError, at_least
@@ -23,8 +23,6 @@ from train_lib.lifecycle import checkpoint, compiled_programs, config_rules
 from train_lib.results import caption_encoder
 
 BATCH_SIZE = 64  # pictures that are drawn at a time
-
-_LONE_SURROGATES = re.compile('[\ud800-\udfff]')  # what Python makes of bytes that are no UTF-8
 
 
 class Artist:
@@ -230,6 +228,6 @@ def _list_captions(captions: Iterable[str]) -> list[str]:
         raise ValueError(f'captions={captions!r}: expected a list of at least one text')
     for text in texts:
         # A command line may hold any bytes: no encoder and no file could take these.
-        if _LONE_SURROGATES.search(text):
+        if not foreign_text.is_readable(text):
             raise ValueError(f'caption {text!r}: expected a text that is UTF-8')
     return texts
