@@ -158,7 +158,8 @@ def read(*, seconds: float, cold: bool, num_samples: int, **settings: Any) -> Fi
     else:
         totals = _read_steady(stream, seconds, meter)
     if not totals['batches']:
-        raise RuntimeError('an epoch has no full batch; take more samples')
+        least = 'one full batch' if cold else 'two full batches'
+        raise RuntimeError(f'an epoch is too short, expected at least {least}: take more samples')
     num_samples_read = BATCH_SIZE * totals['batches']
     return {
         'rate': num_samples_read / totals['seconds'],
@@ -184,6 +185,9 @@ def _read_steady(stream: BatchStream, seconds: float, meter: runner.Meter) -> Fi
         while meter.seconds() < first + _WARM_SECONDS and next(batches, None) is not None:
             skipped += 1
         figures = _read_timed(batches, seconds - totals['seconds'], runner.Meter())
+        # The one batch that is read to begin an epoch is not timed: without others, none ever is.
+        if skipped + figures['batches'] == 1:
+            break
         for name in totals:
             totals[name] += figures[name]
         # An epoch may be shorter than the warm-up that was meant for it.

@@ -2,11 +2,10 @@
 
 import pytest
 
-from benchmarks import input, runner
-
-pytestmark = pytest.mark.slow
+from benchmarks import input, readers, runner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('cold', [False, True])
 def test_the_command_measures_every_side(tmp_path, capsys, cold):
     arguments = [f'--dir={tmp_path}', '--gb=0.05', '--repeats=1', '--seconds=0.2']
@@ -29,3 +28,13 @@ def test_the_command_measures_every_side(tmp_path, capsys, cold):
         assert row['same batches'] == ('' if cold else 'yes'), row['side']
         assert bool(row['words']) == cold
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize('cold', [False, True])
+def test_epochs_that_are_too_short_are_refused(monkeypatch, cold):
+    batches = [] if cold else [{}]
+    stream = readers.BatchStream(lambda: batches, lambda count: '')
+    monkeypatch.setattr(readers, 'short', lambda data, state: stream, raising=False)
+    options = {'reader': 'short', 'data': '', 'format': '', 'module': '', 'num_samples': 256}
+    with pytest.raises(RuntimeError, match=f'at least {"one" if cold else "two"} full batch'):
+        input.read(seconds=0.1, cold=cold, **options)
