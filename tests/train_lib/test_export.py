@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -291,6 +292,13 @@ def test_the_page_of_pytorch_refuses_settings_that_no_run_has(name, value, expec
     transformer = torch_reference.Transformer({}, config)
     with pytest.raises(ValueError, match=r'^guidence: expected one of num_steps'):
         transformer(None, None, guidence=2.0)
+
+
+def test_the_page_of_pytorch_says_what_it_takes(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', [''])
+    with pytest.raises(SystemExit):
+        runpy.run_path(torch_reference.__file__, run_name='__main__')
+    assert 'usage: torch_reference.py [-h] FOLDER\n' in capsys.readouterr().err
 
 
 def test_a_vae_of_other_latents_is_refused(small_run, tmp_path):

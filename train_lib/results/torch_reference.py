@@ -16,11 +16,11 @@ Noise is standard normal, `(n, H, W, C)`. A text has the form of the training da
 and bool `(n, T)`, False for padding.
 """
 
+import argparse
 import itertools
 import json
 import math
 import numbers
-import sys
 from pathlib import Path
 
 import torch
@@ -443,8 +443,11 @@ def _rotate_halves(x, rotations):
 
 
 if __name__ == '__main__':
-    weights, config = load(sys.argv[1])
-    example = load_file(Path(sys.argv[1]) / 'example.safetensors')
+    parser = argparse.ArgumentParser(description='Draws the example of an export and compares.')
+    parser.add_argument('folder', metavar='FOLDER', help='transformer/ of an export')
+    folder = Path(parser.parse_args().folder)
+    weights, config = load(folder)
+    example = load_file(folder / 'example.safetensors')
     texts = example['text']
     # Hidden states of a text encoder come with a mask.
     text = (texts, example['present'].bool()) if 'present' in example else texts
