@@ -22,6 +22,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import ml_collections
 import numpy as np
 
 from benchmarks import runner
@@ -31,8 +32,7 @@ from coyo11m_tfds.storage import json_digest
 
 STEPS = 2_100
 
-_SHARE = 'share'  # of the demo's steps, not a field
-_PREVIEW = 'preview.'  # fields of the sampler, which training does not depend on
+_LAST_PHASE_SHARE = 0.3  # of the steps: while the learning rate of the schedule `wsd` falls
 
 FLAGS = {
     'steps': (STEPS, 'steps of the demo'),
@@ -69,14 +69,11 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
 
     def run(side: Side, seed: int) -> Figures:
         """Returns the figures of a recipe and a seed, from its file if it has been run before."""
-        changes = side.settings['changes']
-        training = {}
-        for name, value in changes.items():
-            if not name.startswith(_PREVIEW):
-                training[name] = value
+        training = dict(side.settings)
+        del training['sampler']
         # Recipes that differ in the sampler alone have one workdir, and draw with its weights.
         workdir = data / _name_run(options | training, seed)
-        results = data / f'{_name_run(options | changes, seed)}.json'
+        results = data / f'{_name_run(options | side.settings, seed)}.json'
         # One of them trains, and the others wait for it.
         with locks[workdir.name]:
             if results.exists():
@@ -107,7 +104,7 @@ def prepare(flags, folder: pathlib.Path, stack) -> runner.RunSide:
 
 
 def _name_run(fields: Mapping[str, Any], seed: int) -> str:
-    """Returns the name of the runs of a seed with these options and changes."""
+    """Returns the name of the runs of a seed with these options and settings."""
     digest = json_digest.sha256(fields)[:12]
     return f'{digest}-{seed}'
 
@@ -143,7 +140,10 @@ def _build(folder: pathlib.Path) -> None:
 
 def train(
     *,
-    changes: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    share: float,
+    last_phase: Mapping[str, Any],
+    sampler: Mapping[str, Any],
     steps: int,
     num_prompts: int,
     data_dir: str,
@@ -153,48 +153,79 @@ def train(
 ) -> Figures:
     """Trains the demo's model with changed fields, and draws held-out captions.
 
-    Returns the shares of right drawings, the last evaluation, the steps and the CPU seconds.
+    Args:
+        fields: Changed fields of the configuration.
+        share: Share of the demo's steps.
+        last_phase: Fields that change once more, for the last 30% of the steps.
+        sampler: Changed settings of the sampler.
+        steps: Steps of the demo.
+        num_prompts: Captions to draw.
+        data_dir: Folder of the data set.
+        workdir: Folder of the run, which continues if it has been interrupted.
+        seed: Seed of the run.
+        core: Core on which it runs.
+
+    Returns:
+        The shares of right drawings, the last evaluation, the steps and the CPU seconds.
     """
     # Before the imports, whose threads keep the cores that they begin with.
     os.sched_setaffinity(0, {core})
     from configs import demo
-    from coyo11m_tfds.pictures import emoji
-    from train_lib import demo as judging
-    from train_lib import draw
     from train_lib import train as training
-    from train_lib.results import judge
 
-    is_new = not pathlib.Path(workdir).exists()
-    meter = runner.Meter()
     config = demo.get_config()
     config.data.dir = data_dir
     config.seed = seed
-    config.num_steps = round(steps * changes.get(_SHARE, 1))
+    config.num_steps = round(steps * share)
     # The demo's share, whatever the number of steps is.
     config.optimizer.warmup_steps = config.num_steps // 12
     # The last step alone.
     config.eval_every = config.num_steps
     config.preview_every = 0
-    sampler = {}
-    for name, value in changes.items():
-        if name.startswith(_PREVIEW):
-            sampler[name.removeprefix(_PREVIEW)] = value
-        elif name != _SHARE:
-            config.update_from_flattened_dict({name: value})
-    training.train_and_evaluate(config, workdir)
+    config.update_from_flattened_dict(fields)
+
+    # A first phase cannot continue a run that was interrupted in the last one.
+    if last_phase:
+        shutil.rmtree(workdir, ignore_errors=True)
+    is_new = not pathlib.Path(workdir).exists()
+    meter = runner.Meter()
+    if last_phase:
+        training.train_and_evaluate(_first_phase(config), workdir)
+        config.update_from_flattened_dict(last_phase)
+    changed_between = ['num_steps', 'optimizer.schedule', *last_phase]
+    training.train_and_evaluate(config, workdir, accept_changes=changed_between)
     # Of a run that was continued it would say too little.
     cpu = meter.read()['cpu'] if is_new else None
+
+    scores = _draw_held_out(workdir, sampler, num_prompts)
+    steps_and_cpu = {'steps': config.num_steps, 'cpu': cpu}
+    return scores | _last_evaluation(workdir) | steps_and_cpu
+
+
+def _first_phase(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """Returns the configuration of the steps before the last phase."""
+    first = config.copy_and_resolve_references()
+    first.num_steps = round(config.num_steps * (1 - _LAST_PHASE_SHARE))
+    # The learning rate falls in the last phase.
+    first.optimizer.schedule = 'constant'
+    first.eval_every = 0
+    return first
+
+
+def _draw_held_out(workdir: str, sampler: Mapping[str, Any], num_prompts: int) -> Figures:
+    """Draws captions with held-out skin tones, and returns the shares of right drawings."""
+    from coyo11m_tfds.pictures import emoji
+    from train_lib import demo, draw
+    from train_lib.results import judge
 
     held_out = emoji.find_part(emoji.HELD_OUT_TONE)
     own = np.array(held_out[:num_prompts])
     all_emoji = emoji.read_emoji()
     captions = [all_emoji[number].caption for number in own]
     pictures = draw.Artist(workdir, **sampler).draw(captions)
-    verdicts = judging.make_judge().compare(judge.mean_areas(pictures), own)
-    scores = judging.list_columns(verdicts, own)
-    means = {name: float(values.mean()) for name, values in scores.items()}
-    steps_and_cpu = {'steps': config.num_steps, 'cpu': cpu}
-    return means | _last_evaluation(workdir) | steps_and_cpu
+    verdicts = demo.make_judge().compare(judge.mean_areas(pictures), own)
+    scores = demo.list_columns(verdicts, own)
+    return {name: float(values.mean()) for name, values in scores.items()}
 
 
 def _last_evaluation(workdir: str) -> Figures:
@@ -213,10 +244,23 @@ def _last_evaluation(workdir: str) -> Figures:
     return figures
 
 
-def _recipe(title: str, **changes: Any) -> Side:
-    """Returns a side; `__` in a name stands for a dot, `share` is that of the demo's steps."""
-    fields = {name.replace('__', '.'): x for name, x in changes.items()}
-    return Side(title, train, {'changes': fields})
+def _recipe(
+    title: str,
+    *,
+    share: float = 1.0,
+    last_phase: Mapping[str, Any] | None = None,
+    sampler: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Side:
+    """Returns a side, see `train`; in a name of `fields`, `__` stands for a dot."""
+    dotted = {name.replace('__', '.'): value for name, value in fields.items()}
+    settings = {
+        'fields': dotted,
+        'share': share,
+        'last_phase': last_phase or {},
+        'sampler': sampler or {},
+    }
+    return Side(title, train, settings)
 
 
 SIDES = {
@@ -227,10 +271,18 @@ SIDES = {
     'mean_15': _recipe("mean of the times' logits 1.5", flow__logit_mean=1.5),
     'mean_2': _recipe("mean of the times' logits 2", flow__logit_mean=2.0),
     'mean_3': _recipe("mean of the times' logits 3", flow__logit_mean=3.0),
+    'last_05': _recipe("mean of the times' logits 0.5 in the last 30%",
+                       last_phase={'flow.logit_mean': 0.5}),
+    'last_15': _recipe("mean of the times' logits 1.5 in the last 30%",
+                       last_phase={'flow.logit_mean': 1.5}),
     'adamw': _recipe('AdamW instead of Muon', optimizer__name='adamw', share=1.28),
     'pooled': _recipe('the mean of the words alone', model__text='pooled'),
     'patch_1': _recipe('patches of 1', model__patch_size=1, share=0.02),
     'patch_2': _recipe('patches of 2', model__patch_size=2, share=0.25),
+    'velocity_2': _recipe('velocity predicted, patches of 2', model__prediction='velocity',
+                          model__patch_size=2, share=0.25),
+    'depth_4': _recipe('4 blocks', model__depth=4, share=1.4),
+    'depth_9': _recipe('9 blocks', model__depth=9, model__unroll=9, share=0.7),
     'width_128': _recipe('width 128, 4 blocks', model__width=128, model__num_heads=4,
                          model__depth=4, share=0.8),
     'width_192': _recipe('width 192, 3 blocks', model__width=192, model__depth=3, share=0.6),
@@ -238,16 +290,16 @@ SIDES = {
     'batch_64': _recipe('batches of 64', batch_size=64, share=0.52),
     'dropout_10': _recipe('captions dropped in 10%', data__caption_dropout=0.1),
     'average_995': _recipe('average over 200 steps', ema_decay=0.995),
-    'guidance_1': _recipe('no guidance', preview__guidance=1.0),
-    'guidance_2': _recipe('guidance of 2', preview__guidance=2.0),
-    'guidance_5': _recipe('guidance of 5', preview__guidance=5.0),
-    'low_0': _recipe('guidance at all times', preview__guidance_low=0.0),
-    'low_6': _recipe('guidance above the time 0.6', preview__guidance_low=0.6),
-    'shift_1': _recipe('no time shift', preview__time_shift=1.0),
-    'shift_3': _recipe("sampler's time shift of 3", preview__time_shift=3.0),
-    'shift_10': _recipe("sampler's time shift of 10", preview__time_shift=10.0),
-    'shift_50': _recipe("sampler's time shift of 50", preview__time_shift=50.0),
-    'heun': _recipe("Heun's method, 12 steps", preview__sampler='heun', preview__num_steps=12),
+    'guidance_1': _recipe('no guidance', sampler={'guidance': 1.0}),
+    'guidance_2': _recipe('guidance of 2', sampler={'guidance': 2.0}),
+    'guidance_5': _recipe('guidance of 5', sampler={'guidance': 5.0}),
+    'low_0': _recipe('guidance at all times', sampler={'guidance_low': 0.0}),
+    'low_6': _recipe('guidance above the time 0.6', sampler={'guidance_low': 0.6}),
+    'shift_1': _recipe('no time shift', sampler={'time_shift': 1.0}),
+    'shift_3': _recipe("sampler's time shift of 3", sampler={'time_shift': 3.0}),
+    'shift_10': _recipe("sampler's time shift of 10", sampler={'time_shift': 10.0}),
+    'shift_50': _recipe("sampler's time shift of 50", sampler={'time_shift': 50.0}),
+    'heun': _recipe("Heun's method, 12 steps", sampler={'sampler': 'heun', 'num_steps': 12}),
 }  # fmt: skip
 
 if __name__ == '__main__':
