@@ -3,6 +3,7 @@
 import base64
 import binascii
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,18 +34,28 @@ _BASE64_HEADS = '/9j/', 'iVBORw0KGgo', 'UklGR'
 _BASE64_HEADS_AS_BYTES = tuple(head.encode() for head in _BASE64_HEADS)
 _DATA_URL = re.compile(r'data:[\w/+.-]*;base64,')
 _URL = re.compile(r'[a-zA-Z][\w+.-]*://')
+# Reasons of texts that say where an image is.
+_PLACES = 'URL in place of an image', 'path or other text in place of an image'
+# Rows of which the first that is not empty tells what a column of texts holds.
+_FIRST_TEXTS = 100
 
 
 def find_tables_of_images(tables: Mapping[str, StoredFile]) -> list[str]:
-    """Returns the names of the Parquet files that have a column `image`.
+    """Returns the names of the Parquet files that have images in a column `image`.
 
     Raises a ValueError for a file that has images in columns of other names alone.
     """
+
+    def look(file: StoredFile) -> tuple[pa.Schema, bool]:
+        """Returns the schema of a file, and whether it has images in the column."""
+        arrow = keyed_parquet.read_schema(file)
+        return arrow, _holds_images(file, arrow)
+
     with ThreadPool(READS_AT_ONCE) as threads:
-        schemas = list(threads.map(keyed_parquet.read_schema, tables.values()))
+        looks = list(threads.map(look, tables.values()))
     names = []
-    for name, arrow in zip(tables, schemas, strict=True):
-        if IMAGE in arrow.names:
+    for name, (arrow, has_images) in zip(tables, looks, strict=True):
+        if has_images:
             names.append(name)
             continue
         # Else its images would be left out without a word.
@@ -55,6 +66,26 @@ def find_tables_of_images(tables: Mapping[str, StoredFile]) -> list[str]:
                 f'{IMAGE!r}. Rename one of them, or move the file elsewhere.'
             )
     return names
+
+
+def _holds_images(file: StoredFile, arrow: pa.Schema) -> bool:
+    """Whether a file has a column `image` that holds images, and not paths or URLs of images."""
+    kinds = dict(zip(arrow.names, arrow.types, strict=True))
+    if IMAGE not in kinds:
+        return False
+    # The type alone does not tell images in base64 from paths, as tables of captions have them.
+    if not _is_short_text(kinds[IMAGE]):
+        return True
+    opened = file.local_path or RangeReader(file)
+    with keyed_parquet.naming_damage(file.path), keyed_parquet.open_parquet(opened) as table:
+        batches = table.iter_batches(1, columns=[IMAGE], use_threads=False)
+        for batch in itertools.islice(batches, _FIRST_TEXTS):
+            try:
+                if _read_image(batch.column(0)[0]):
+                    break
+            except BadImageError as error:
+                return error.reason not in _PLACES
+    return True
 
 
 class ParquetPart(ImagePart):
@@ -257,7 +288,8 @@ def _read_image_of_text(text: str) -> bytes:
             return base64.b64decode(encoded + padding, validate=True)
         except binascii.Error:
             raise BadImageError('damaged base64') from None
+    url, path = _PLACES
     # Nothing is downloaded at the wish of a file.
     if _URL.match(text):
-        raise BadImageError('URL in place of an image', text[:100])
-    raise BadImageError('path or other text in place of an image', text[:100])
+        raise BadImageError(url, text[:100])
+    raise BadImageError(path, text[:100])

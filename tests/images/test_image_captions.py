@@ -503,7 +503,8 @@ def test_tables_that_are_not_read_are_named(folder, caplog, tables, unread):
 
 
 @pytest.mark.parametrize('kind', ['files', 'tars', 'tables'])
-def test_a_parquet_file_of_captions_beside_images_is_named(folder, caplog, kind):
+@pytest.mark.parametrize('image', [None, 'photos/a.jpg', 'https://example.com/a.jpg'])
+def test_a_parquet_file_of_captions_beside_images_is_named(folder, caplog, kind, image):
     write_images(folder, 'a.jpg')
     if kind == 'tars':
         latent_files.write_tar(folder / 'a.tar', {'a': {'jpg': IMAGE}})
@@ -511,7 +512,11 @@ def test_a_parquet_file_of_captions_beside_images_is_named(folder, caplog, kind)
         write_parquet(folder, text=['x'])
     if kind != 'files':
         (folder / 'a.jpg').unlink()
-    pq.write_table(pa.table({'key': [1], 'caption': ['x']}), folder / 'captions.parquet')
+    columns = {'key': [1, 2], 'caption': ['x', 'y']}
+    # Of where the images are, or were.
+    if image:
+        columns['image'] = ['', image]
+    pq.write_table(pa.table(columns), folder / 'captions.parquet')
     assert len(find(folder)) == 1
     [message] = [record.getMessage() for record in caplog.records]
     assert message.startswith(f'1 table is not read: {folder}/captions.parquet. ')
