@@ -84,7 +84,7 @@ def main() -> None:
     folder = artist.workdir / previews.FOLDER
     # Before minutes of drawing whose pictures could not be written.
     if FLAGS.out:
-        check_out(FLAGS.out, FLAGS.singles)
+        check_out(FLAGS.out, len(captions) if FLAGS.singles else 0)
     else:
         workdirs.check_writable(folder)
     pictures = artist.draw(captions)
@@ -101,13 +101,13 @@ def main() -> None:
     command_line.print_lines(f'pictures: {places}')
 
 
-def check_out(out: str, singles: bool) -> None:
-    """Checks that `--out` can be written and, if `singles`, the folder beside it.
+def check_out(out: str, num_singles: int) -> None:
+    """Checks that `--out` can be written and, of so many single pictures, the folder beside it.
 
-    Raises a ValueError or an OSError if not.
+    Raises a ValueError or an OSError if not, and a ValueError if the folder holds other files.
     """
     storage.check_writable_file(out)
-    if not singles:
+    if not num_singles:
         return
     folder = _name_singles(out)
     if folder == epath.Path(out):
@@ -116,6 +116,16 @@ def check_out(out: str, singles: bool) -> None:
             '--singles has the name without it'
         )
     workdirs.check_writable(folder)
+    own_names = set[str]()
+    for number in range(num_singles):
+        own_names.update(_name_single(number))
+    # The same command replaces its pictures. Those of more captions would lie among the new ones.
+    other_names = storage.list_folder(folder, missing_ok=True).keys() - own_names
+    if other_names:
+        raise ValueError(
+            f'{folder / min(other_names)}: is none of the files of --singles, which would lie '
+            'beside it; remove the folder, or choose another --out'
+        )
 
 
 def _name_singles(out: epath.PathLike) -> epath.Path:
@@ -126,10 +136,16 @@ def _name_singles(out: epath.PathLike) -> epath.Path:
 def _write_singles(folder: epath.Path, pictures: np.ndarray, captions: Sequence[str]) -> None:
     """Writes each picture and its caption: `00000.png`, `00000.txt` and so on."""
     for number, picture in enumerate(pictures):
-        previews.write_png(folder / f'{number:05}.png', picture)
-        path = folder / f'{number:05}.txt'
+        picture_name, caption_name = _name_single(number)
+        previews.write_png(folder / picture_name, picture)
+        path = folder / caption_name
         with file_state.naming(path):
             path.write_bytes(f'{captions[number]}\n'.encode())
+
+
+def _name_single(number: int) -> tuple[str, str]:
+    """Returns the names of a picture and of its caption."""
+    return f'{number:05}.png', f'{number:05}.txt'
 
 
 def _name_changes() -> str:

@@ -161,23 +161,27 @@ def test_a_caption_of_bytes_that_are_no_text_is_named(artist, encoder):
 
 
 NO_PLACES = {
-    'a folder that is there': ('made', False, 'made: is a folder; expected the path of a file'),
-    'a folder that is not there': ('new/', False, 'new/: is a folder; expected the path of a'),
-    'a folder in a file': ('taken/x.png', False, 'taken is a file'),
-    'a name that its folder would have': ('grid', True, 'grid: expected a name with a suffix'),
-    'a file where its folder would be': ('taken.png', True, 'taken is a file'),
+    'a folder that is there': ('made', 0, 'made: is a folder; expected the path of a file'),
+    'a folder that is not there': ('new/', 0, 'new/: is a folder; expected the path of a'),
+    'a folder in a file': ('taken/x.png', 0, 'taken is a file'),
+    'a name that its folder would have': ('grid', 2, 'grid: expected a name with a suffix'),
+    'a file where its folder would be': ('taken.png', 2, 'taken is a file'),
+    'a folder with pictures of more captions': ('made.png', 1, 'made/00001.png: is none of the'),
 }
 
 
-@pytest.mark.parametrize(('name', 'singles', 'message'), NO_PLACES.values(), ids=NO_PLACES)
+@pytest.mark.parametrize(('name', 'num_singles', 'message'), NO_PLACES.values(), ids=NO_PLACES)
 def test_a_place_that_pictures_could_not_take_is_told_before_they_are_drawn(
-    tmp_path, name, singles, message
+    tmp_path, name, num_singles, message
 ):
     (tmp_path / 'made').mkdir()
+    (tmp_path / 'made' / '00001.png').touch()
     (tmp_path / 'taken').touch()
-    draw.check_out(f'{tmp_path}/new/grid.png', True)
+    draw.check_out(f'{tmp_path}/new/grid.png', 2)
+    # Whose pictures are replaced.
+    draw.check_out(f'{tmp_path}/made.png', 2)
     with pytest.raises((ValueError, OSError), match=message):
-        draw.check_out(f'{tmp_path}/{name}', singles)
+        draw.check_out(f'{tmp_path}/{name}', num_singles)
 
 
 def test_options_of_the_run_and_an_earlier_checkpoint(small_run, encoder, pictures):

@@ -62,8 +62,9 @@ def find_free_path(folder: epath.Path, subject: str, ending: str) -> epath.Path:
     stem = _cut(f'{_cut(subject, _MAX_SUBJECT_BYTES)}_{ending}', _MAX_NAME_BYTES)
     path = folder / f'{stem}.png'
     number = 1
-    # Nor one that a run will draw: prompts may be called `step`, too.
-    while path.exists() or is_of_run(path):
+    # Nor one that a run will draw: prompts may be called `step`, too. A folder of the name may hold
+    # single pictures, to which those of the new picture would be added.
+    while path.exists() or is_of_run(path) or path.with_suffix('').exists():
         number += 1
         path = folder / f'{stem}-{number}.png'
     return path

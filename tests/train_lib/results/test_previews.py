@@ -33,10 +33,11 @@ def test_a_picture_for_which_there_is_no_room_is_named(tmp_path):
 
 
 def test_a_new_picture_has_a_name_that_a_file_can_have(tmp_path):
-    expected = 'a-red-circle_000004_seed=1.png', 'a-red-circle_000004_seed=1-2.png'
-    for name in expected:
+    stem = 'a-red-circle_000004_seed=1'
+    (tmp_path / f'{stem}-3').mkdir()
+    for name in (stem, f'{stem}-2', f'{stem}-4'):
         path = previews.find_free_path(tmp_path, 'a-red-circle', '000004_seed=1')
-        assert path.name == name
+        assert path.name == f'{name}.png'
         path.touch()
     # The file of prompts may have a name to which nothing can be added.
     for subject in ('x' * 250, '猫' * 80):
