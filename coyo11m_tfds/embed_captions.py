@@ -28,6 +28,7 @@ from absl import logging
 
 from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.build_settings import add_caption_flags
+from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.process import command_line, errors
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
@@ -295,10 +296,17 @@ def _fit_words(
 
 
 def _find_words(encoder: str, settings: EmbedSettings) -> tuple[str, str]:
-    """Returns the encoder, and for `words:SIDECAR` the list of words of that sidecar."""
-    spec, colon, place = encoder.partition(':')
+    """Returns the encoder, and for `words:SIDECAR,words:SIDECAR` the list of their words."""
+    spec, colon, places = encoder.partition(':')
     if spec != schema.WORDS or not colon:
         return encoder, ''
+    # Not at each comma, which a path may hold.
+    lists = [_read_words(place, settings) for place in places.split(f',{schema.WORDS}:')]
+    return spec, word_list.merge_lists(lists)
+
+
+def _read_words(place: str, settings: EmbedSettings) -> str:
+    """Returns the list of words of a sidecar; raises a ValueError if it has none."""
     # Every part has the list of all words.
     first, *_ = sidecar.find_sidecar_files(place)
     # A remote part is fetched for it.
@@ -308,7 +316,7 @@ def _find_words(encoder: str, settings: EmbedSettings) -> tuple[str, str]:
     words = header.get('words', '')
     if not words:
         raise ValueError(f'{place}: holds no list of words, expected a sidecar of --encoder=words')
-    return spec, words
+    return words
 
 
 def _read_captions(captions: KeyedValues) -> Iterator[str]:
@@ -368,7 +376,8 @@ def main() -> None:
     add('--out', required=True, help='folder to fill, local or gs://')
     hint = (
         'hash (the default), hf:NAME or jax:NAME, where NAME is a folder or a name on the hub; '
-        'with --tokens_only not hash, but also words, or words:SIDECAR with the words of another'
+        'with --tokens_only not hash, but also words, words:SIDECAR with the words of another, or '
+        'words:A,words:B with those of several'
     )
     add('--encoder', default='hash', help=hint)
     add_caption_flags(parser)

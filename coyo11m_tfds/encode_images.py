@@ -26,7 +26,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from absl import logging
@@ -224,19 +224,16 @@ def _describe_buckets(out: str, counts: ImageCounts) -> str:
     if small:
         lines.append(f'Too few images for the mixture: {", ".join(small)}')
 
-    # The data sets of a mixture must number words alike: by those of most captions.
-    largest = max(large, key=lambda shape: large[shape])
-    words = f'{out}-words'
+    # The data sets of a mixture must number words alike: by those of all captions.
     embed = ['python', '-m', 'coyo11m_tfds.embed_captions', '--encoder=words', '--tokens_only']
-    embed += [f'--source={out}/{largest}', f'--out={words}']
-    lines.append(shlex.join(embed))
+    embed += [f'--source={out}/$shape', f'--out={out}-words/$shape']
+    lines.append(_repeat_for_shapes(large, embed))
+    encoder = ','.join(f'words:{out}-words/{shape}' for shape in large)
 
     config = _choose_config(min(large.values())) | {'name': '$shape', 'latents': 'in_place'}
-    build = _build_command(out, f'words:{words}')
+    build = _build_command(out, encoder)
     build += [f'--manual_dir={out}/$shape', f'--config={json.dumps(config)}']
-    # The shell replaces the variable only outside of the quotes.
-    build_of_shape = shlex.join(build).replace('$shape', "'$shape'")
-    lines.append(f'for shape in {" ".join(large)}; do {build_of_shape}; done')
+    lines.append(_repeat_for_shapes(large, build))
 
     # In shares of all images, in whole percents.
     num_images = sum(large.values())
@@ -259,6 +256,13 @@ def _describe_buckets(out: str, counts: ImageCounts) -> str:
     ]
     lines.append(f'python -m train_lib.main {shlex.join(flags)}')
     return '\n'.join(lines)
+
+
+def _repeat_for_shapes(shapes: Iterable[str], command: Iterable[str]) -> str:
+    """Returns a loop of the shell that replaces `$shape` in a command by each shape."""
+    # The shell replaces the variable only outside of the quotes.
+    command_of_shape = shlex.join(command).replace('$shape', "'$shape'")
+    return f'for shape in {" ".join(shapes)}; do {command_of_shape}; done'
 
 
 def _data_dir(out: str) -> str:

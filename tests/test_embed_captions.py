@@ -277,6 +277,13 @@ def test_words_are_numbered_alike_in_all_parts_whoever_makes_them(tmp_path):
     embed_captions.embed(other, f'words:{tmp_path}/alone', tmp_path / 'others', settings)
     table = pq.read_table(tmp_path / 'others' / sidecar.part_name(0, 1))
     assert table.column('tokens').to_pylist() == [[0, 2, 1]]
+    # Or by those of both, most frequent first.
+    embed_captions.embed(other, 'words', tmp_path / 'x,y', settings)
+    encoder = f'words:{tmp_path}/alone,words:{tmp_path}/x,y'
+    embed_captions.embed(other, encoder, tmp_path / 'both', settings)
+    table = pq.read_table(tmp_path / 'both' / sidecar.part_name(0, 1))
+    assert table.column('tokens').to_pylist() == [[13, 2, 1]]
+    assert b'a:11 cat:11 number0:1 ' in table.schema.metadata[b'text_words']
     embed_captions.embed(other, 'hash', tmp_path / 'hash')
     with pytest.raises(ValueError, match=f'^{tmp_path}/hash: holds no list of words'):
         embed_captions.embed(other, f'words:{tmp_path}/hash', tmp_path / 'none', settings)

@@ -870,10 +870,10 @@ def test_the_commands_at_the_end_fit_the_numbers_of_images():
     counts.shapes.update({'256x256': 250, '320x192': 750, '192x320': 90})
     small, embed, build, train = encode_images.describe_next('a b/out🦊', counts, True).splitlines()
     assert small == 'Too few images for the mixture: 192x320'
-    # Of the largest bucket, as whose words those of all are numbered.
-    assert "'--source=a b/out🦊/320x192' '--out=a b/out🦊-words'" in embed
-    assert build.startswith('for shape in 256x256 320x192; do python -m coyo11m_tfds.build ')
-    assert "'--encoder=words:a b/out🦊-words'" in build
+    loop = 'for shape in 256x256 320x192; do python -m coyo11m_tfds.'
+    assert embed.startswith(f'{loop}embed_captions ') and build.startswith(f'{loop}build ')
+    folders = [f'words:a b/out🦊-words/{shape}' for shape in ('256x256', '320x192')]
+    assert f"'--encoder={','.join(folders)}'" in build
     assert '"validation_fraction": 0.04' in build
     flags = dict(flag.split('=', 1) for flag in shlex.split(train) if '=' in flag)
     mix = ast.literal_eval(flags['--config.data.mix'])

@@ -31,6 +31,26 @@ def count_words(captions: Iterable[Sequence[str]]) -> str:
         if len(counts) > _MOST_COUNTED:
             kept_counts = dict(_most_frequent(counts, _MOST_COUNTED // 2))
             counts = collections.Counter(kept_counts)
+    return _write_list(counts)
+
+
+def merge_lists(word_lists: Iterable[str]) -> str:
+    """Returns the list of the most frequent words of several lists, whose counts are added up.
+
+    Words that a full list lacks have no count of it. Raises a ValueError if one of them is no list.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    for words in word_lists:
+        # Raises an error for what is no list.
+        parse(words)
+        for entry in words.split():
+            word, _, count = entry.rpartition(':')
+            counts[word] += int(count)
+    return _write_list(counts)
+
+
+def _write_list(counts: collections.Counter[str]) -> str:
+    """Returns the list of the most frequent words, at most `MAX_WORDS`."""
     entries = _most_frequent(counts, MAX_WORDS)
     return ' '.join(f'{word}:{count}' for word, count in entries)
 
