@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from coyo11m_tfds import schema, storage
+from coyo11m_tfds import schema
 from coyo11m_tfds.convert.build_settings import add_caption_flags
 from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.process import command_line, errors
@@ -157,9 +157,7 @@ def embed(
     # Whatever can be refused at once is refused before captions are fetched.
     source = _SourceCaptions(os.fspath(source_dir).rstrip('/'), settings)
     ranks.check_share(share)
-    check_out(out)
-    # Of a bucket, only a trial tells.
-    storage.open_writable_folder(out).check_writable()
+    check_out(out, settings.scratch_dir)
     # An encoder takes seconds to load, captions minutes to fetch.
     model = _make_model(encoder, settings)
     parts.check_encoder(out, model)

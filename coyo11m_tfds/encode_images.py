@@ -101,13 +101,14 @@ def encode(
     settings = settings or EncodingSettings()
     out = os.fspath(out).rstrip('/')
     ranks.check_share(share)
-    check_out(out)
+    check_out(out, settings.scratch_dir)
+    # Before the listing, which takes minutes for millions of images.
+    encoder = VaeEncoder(vae) if isinstance(vae, str) else vae
+    settings.check_encoder(encoder)
     parts, left = _find_images(images, settings)
     if left:
         # Before hours of work, after which the report counts them by reason.
         logging.warning('%s:%s', images, image_files.describe_left(left))
-    encoder = VaeEncoder(vae) if isinstance(vae, str) else vae
-    settings.check_encoder(encoder)
     start = time.perf_counter()
     index, count = share
     own_parts = {number: parts[number] for number in range(index, len(parts), count)}

@@ -848,6 +848,25 @@ def test_what_cannot_be_encoded_is_refused(source, encoder, tmp_path, options, m
         encode(source, encoder, tmp_path / 'out', **options)
 
 
+UNLISTED = {
+    'a VAE that is not there': ('no-vae', 'out', {}, "cannot load the VAE '.*/no-vae'"),
+    'a size that its factor does not divide': ('', 'out', {'size': 15}, 'size=15: expected a mult'),
+    'a folder in a file': ('', 'file/out', {}, '/file is a file; name another folder'),
+    'a scratch folder in a bucket': ('', 'out', {'scratch_dir': 'gs://b/s'}, 'expected a local fo'),
+}
+
+
+@pytest.mark.parametrize(('vae', 'out', 'options', 'message'), UNLISTED.values(), ids=UNLISTED)
+def test_what_needs_no_list_of_images_is_checked_before_it(
+    encoder, tmp_path, vae, out, options, message
+):
+    (tmp_path / 'file').touch()
+    # Those that are listed are not there.
+    images = tmp_path / 'nope'
+    with pytest.raises((ValueError, OSError), match=message):
+        encode(images, f'{tmp_path}/{vae}' if vae else encoder, tmp_path / out, **options)
+
+
 def test_a_folder_without_images_is_told_from_none(encoder, tmp_path, bucket, hub):
     (tmp_path / 'empty').mkdir()
     (tmp_path / 'file.jpg').write_bytes(IMAGES[0].data)

@@ -49,11 +49,17 @@ def user_cache(*names: str) -> str:
     return os.path.join(cache, *names)
 
 
-def check_out(out: str) -> None:
-    """Raises a ValueError for a file, or for a URL that cannot be written to."""
+def check_out(out: str, scratch_dir: StrPath) -> None:
+    """Checks that files can be stored in `out`, and that the user's choice of scratch is local.
+
+    Raises a ValueError or an OSError if not.
+    """
+    if scratch_dir:
+        _find_chosen(scratch_dir)
     if os.path.isfile(out):
         raise ValueError(f'{out} is a file; expected a folder.')
-    storage.open_writable_folder(out)
+    # Of a bucket, only a trial tells.
+    storage.open_writable_folder(out).check_writable()
 
 
 @contextlib.contextmanager
