@@ -29,7 +29,7 @@ from absl import logging
 from coyo11m_tfds import schema
 from coyo11m_tfds.convert.build_settings import add_caption_flags
 from coyo11m_tfds.dataset import word_list
-from coyo11m_tfds.process import command_line, errors
+from coyo11m_tfds.process import arguments, command_line, errors
 from coyo11m_tfds.process import job as ranks
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.process.sizes import format_count
@@ -48,7 +48,7 @@ _CAPTIONS_AT_ONCE = 32768  # read from the sorted ones: some MB
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedSettings:
-    """Which captions are encoded, and how; a ValueError for a part or a batch of nothing.
+    """Which captions are encoded, and how; a ValueError for a value of another type or of nothing.
 
     Attributes:
         caption_column, captions, key_column: As in the config of a build.
@@ -80,6 +80,8 @@ class EmbedSettings:
     scratch_dir: str | os.PathLike[str] = ''
 
     def __post_init__(self):
+        # Before the rules, which compare numbers.
+        arguments.convert_fields(self)
         positive = errors.at_least(1)
         positive.check('part_captions', self.part_captions)
         if self.batch_tokens is not None:

@@ -76,7 +76,7 @@ class EncodingReport:
 
 def encode(
     images: str | os.PathLike[str],
-    vae: str | VaeEncoder,
+    vae: str | os.PathLike[str] | VaeEncoder,
     out: str | os.PathLike[str],
     settings: EncodingSettings | None = None,
     *,
@@ -103,7 +103,7 @@ def encode(
     ranks.check_share(share)
     check_out(out, settings.scratch_dir)
     # Before the listing, which takes minutes for millions of images.
-    encoder = VaeEncoder(vae) if isinstance(vae, str) else vae
+    encoder = vae if isinstance(vae, VaeEncoder) else VaeEncoder(os.fspath(vae))
     settings.check_encoder(encoder)
     parts, left = _find_images(images, settings)
     if left:

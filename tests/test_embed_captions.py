@@ -176,6 +176,10 @@ def test_a_part_of_no_captions_is_refused():
         EmbedSettings(part_captions=-5)
     with pytest.raises(ValueError, match='batch_tokens=0: expected at least 1'):
         EmbedSettings(batch_tokens=0)
+    with pytest.raises(ValueError, match=r'part_captions=2\.5: expected a whole number'):
+        EmbedSettings(part_captions=2.5)
+    with pytest.raises(ValueError, match='batch_tokens=True: expected a whole number or None'):
+        EmbedSettings(batch_tokens=True)
 
 
 class HugeEncoder(text_encoders.HashEncoder):

@@ -823,6 +823,13 @@ REFUSED = {
         {'max_pixels': 10**9},
         'max_pixels=1000000000: expected from 1 to 178956970',
     ),
+    'a size with a point': ({'size': 16.5}, r'size=16\.5: expected a whole number'),
+    'a truth as a size': ({'size': True}, 'size=True: expected a whole number'),
+    'a text as a share': ({'max_bad': '0.1'}, "max_bad='0.1': expected a number"),
+    'no share': ({'max_bad': float('nan')}, 'max_bad=nan: expected from 0 to 1'),
+    'a word as a truth': ({'buckets': 'no'}, "buckets='no': expected True or False"),
+    'no column of captions': ({'caption_column': None}, 'caption_column=None: expected a string'),
+    'no path of a folder': ({'scratch_dir': 5}, 'scratch_dir=5: expected a path'),
     'less than no workers': ({'num_workers': -1}, 'num_workers=-1: expected at least 0'),
     'a scratch folder in a bucket': (
         {'scratch_dir': 'gs://bucket/scratch'},

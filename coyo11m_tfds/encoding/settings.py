@@ -9,7 +9,7 @@ from coyo11m_tfds import schema
 from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.pictures.pixels import Target
 from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
-from coyo11m_tfds.process import errors
+from coyo11m_tfds.process import arguments, errors
 
 _KEYS_OF_DATA = 'data'
 _KEYS_OF_PATHS = 'path'
@@ -33,7 +33,7 @@ _RULES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodingSettings:
-    """What images become; a ValueError for a value out of range.
+    """What images become; a ValueError for a value of another type, or out of range.
 
     Attributes:
         size: Height and width of the pixels that are encoded, or with `buckets` the square root of
@@ -69,6 +69,8 @@ class EncodingSettings:
     scratch_dir: str | os.PathLike[str] = ''
 
     def __post_init__(self):
+        # Before the rules, which compare numbers.
+        arguments.convert_fields(self)
         for field, rule in _RULES.items():
             rule.check(field, getattr(self, field))
         # No image is large enough and has so few. Nor are shapes listed that nobody can use.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,16 @@ from coyo11m_tfds.process.errors import FieldError
 # conversion.
 _KINDS: dict[Any, tuple[str, Any, Any, Callable[[Any], Any]]] = {
     int: ('a whole number', numbers.Integral, bool, int),
+    int | None: (
+        'a whole number or None',
+        numbers.Integral | None,
+        bool,
+        lambda number: None if number is None else int(number),
+    ),
     float: ('a number', numbers.Real, bool, float),
     bool: ('True or False', bool | np.bool_, (), bool),
     str: ('a string', str, (), str),
+    str | os.PathLike[str]: ('a path', str | os.PathLike, (), os.fspath),
     str | Mapping[str, float]: (
         'a string, or a dict of weights',
         str | Mapping,
