@@ -29,7 +29,7 @@ from coyo11m_tfds.pictures.vae_encoder import VaeEncoder
 from coyo11m_tfds.process import progress, workers
 from coyo11m_tfds.report import statistics
 from coyo11m_tfds.source import source_folder
-from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.storage import json_digest, model_files
 from coyo11m_tfds.storage.disk import Disk
 from tests import built, damages, made_images, small_vae
 from tests.checkout import CHECKOUT
@@ -341,6 +341,10 @@ def test_two_runs_with_the_same_keys_need_keys_of_paths(encoder, tmp_path):
             members = [x for x in tar.getmembers() if x.name.endswith('.json')]
             keys |= {json.load(tar.extractfile(x))['key'] for x in members}
     assert len(keys) == 12
+
+
+def test_the_name_of_a_vae_can_be_recorded_whatever_bytes_its_folder_has():
+    assert model_files.public_name(os.fsdecode(b'/vaes/caf\xe9')) == 'caf\N{REPLACEMENT CHARACTER}'
 
 
 def test_names_that_are_no_utf8_can_be_reported(encoder, tmp_path):
@@ -679,10 +683,15 @@ def test_the_report_takes_the_scale_of_the_vae_into_account(source, tmp_path):
 
     encoding = tmp_path / 'out' / 'encoding.json'
     content = json_digest.unseal(encoding.read_bytes())
-    content['settings']['latent_scale'] = [0, 'x']
-    encoding.write_bytes(json_digest.seal(content))
-    with pytest.raises(ValueError, match=r'encoding\.json: latent_scale is \[0, .x.\], expected'):
-        built.build(tmp_path / 'out', '', tmp_path / 'other')
+    for name, value in {
+        'latent_scale': [0, 'x'],
+        'vae': 'caf\udce9',
+        'moments': 'no',
+    }.items():
+        other = {**content, 'settings': {**content['settings'], name: value}}
+        encoding.write_bytes(json_digest.seal(other))
+        with pytest.raises(ValueError, match=rf'json: is damaged \(settings: {name} is .*, expect'):
+            source_folder.find_source(tmp_path / 'out')
 
 
 LATENTS_AT = 800  # a byte of the first latents in a tar

@@ -30,14 +30,8 @@ from coyo11m_tfds.report.statistics import DropCounts
 from coyo11m_tfds.source import captions, formats, source_folder
 from coyo11m_tfds.source.sidecar import SidecarHeader
 from coyo11m_tfds.source.source_latents import SourceLatents
-from coyo11m_tfds.storage import json_digest, locks, model_fields
+from coyo11m_tfds.storage import json_digest, locks
 from coyo11m_tfds.storage.scratch import Scratch
-
-_ENCODING_RULES = {
-    schema.META_LATENT_SCALE: model_fields.pair_of(
-        model_fields.number(1e-6, 1e6), model_fields.number(-1e6, 1e6)
-    )
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +90,6 @@ def make_plan(
     reasons = _find_drops(latents, caption_bytes, contents)
     dropped = _count_drops(settings, source.captions_path, latents, contents, reasons)
     vae = settings.vae or source.encoding.get(schema.META_VAE, '')
-    model_fields.check(source.encoding, _ENCODING_RULES, f'{source.root}/{schema.ENCODING_FILE}')
     records = RecordPlan(
         settings=settings,
         latents=latents,

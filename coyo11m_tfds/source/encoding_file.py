@@ -8,11 +8,24 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from coyo11m_tfds import schema
-from coyo11m_tfds.storage import json_digest
+from coyo11m_tfds.foreign import foreign_text
+from coyo11m_tfds.process.errors import FieldRule
+from coyo11m_tfds.storage import json_digest, model_fields
 from coyo11m_tfds.storage.file_state import FileState
 
 _SETTINGS = 'settings'
 _FILES = 'files'
+
+# Of the settings that a build takes over; the others are only compared.
+_RULES = {
+    schema.META_VAE: FieldRule(
+        'a text in UTF-8', lambda vae: isinstance(vae, str) and foreign_text.is_readable(vae)
+    ),
+    schema.META_LATENT_SCALE: model_fields.pair_of(
+        model_fields.number(1e-6, 1e6), model_fields.number(-1e6, 1e6)
+    ),
+    schema.META_MOMENTS: model_fields.BOOLEAN,
+}
 
 
 def how_to_encode(folder: str) -> str:
@@ -41,7 +54,7 @@ class Encoding(NamedTuple):
 
     @classmethod
     def parse(cls, data: bytes) -> 'Encoding':
-        """The inverse of `to_bytes`; raises a ValueError if the content is damaged."""
+        """The inverse of `to_bytes`; raises a ValueError for content that this cannot have made."""
         try:
             content = json_digest.unseal(data)
             settings = dict(content[_SETTINGS])
@@ -50,4 +63,5 @@ class Encoding(NamedTuple):
                 files = {name: EncodedState.from_json(state) for name, state in files.items()}
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f'it lacks {error}') from None
+        model_fields.check(settings, _RULES, _SETTINGS)
         return cls(settings, files)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -67,8 +68,15 @@ class WeightFile:
 def public_name(model: str) -> str:
     """Returns the name on the hub, or that of a folder, for metadata without local paths.
 
-    Without a model it is '', and not the name of the current folder.
+    Without a model it is '', and not the name of the current folder. Bytes of a name that are no
+    UTF-8, which metadata cannot hold, are replaced.
     """
+    name = _find_name(model)
+    return os.fsencode(name).decode('utf-8', 'replace')
+
+
+def _find_name(model: str) -> str:
+    """Returns the name on the hub, or that of a folder."""
     folder = Path(model)
     if model and folder.exists():
         return folder.resolve().name
