@@ -358,8 +358,9 @@ class SourceLatents:
         self.disagreeing = np.concatenate(disagreeing_keys)
         if not good:
             others = ''
+            # A dry run looks at some files of a source alone.
             if len(files) > 1:
-                others = ', nor has any other file of this source'
+                others = f', nor has any other of the {len(files):,} files that were opened'
             raise ValueError(f'{files[0].path}: has no rows{others}.')
         _check_same_kind(good)
         _, first = good[0]

@@ -227,7 +227,7 @@ def test_a_sidecar_that_does_not_fit_is_noticed_before_the_source_is_read(tmp_pa
 def test_a_source_without_rows_is_refused(tmp_path):
     source = made_sources.write_source(tmp_path / 'source', [[], []])
     made_sources.write_captions(source, {1: 'text'})
-    with pytest.raises(ValueError, match=r'000000-000009\.pt: has no rows, nor has any other file'):
+    with pytest.raises(ValueError, match=r'000000-000009\.pt: has no rows, nor has any other of'):
         make_plan(source, tmp_path / 'out', text_embeddings='pt')
 
 
