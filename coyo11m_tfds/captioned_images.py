@@ -98,7 +98,7 @@ def _read_picture(
     except BadImageError as error:
         [(height, width)] = target.shapes
         raise ValueError(
-            f'{folder}/{image.name}: {error}; expected an image of at least {width} x {height} '
-            'pixels'
+            f'{folder}/{image.name}: {error}; expected what encode_images takes, of at least '
+            f'{width} x {height} pixels'
         ) from error
     return picture
