@@ -29,11 +29,11 @@ DPG-Bench into a folder in WORKDIR/evaluation that their own judges read:
 `train_lib/results/prompt_sets.py` has the names.
 
 After an interruption, or with a larger `--num_pictures`, the same command
-continues.
+continues. While the run still trains, name the checkpoint by `--step`: the last
+one is soon another.
 """
 
 from absl import flags
-from etils import epath
 
 from coyo11m_tfds.process import command_line
 from train_lib import draw, run
@@ -63,7 +63,7 @@ def main() -> None:
     # Before hours of drawing whose features could not be written.
     workdirs.check_writable(workdir / FOLDER)
     if prompts:
-        name = epath.Path(FLAGS.prompts).stem
+        name = workdirs.absolute(FLAGS.prompts).stem
         folder = prompt_sets.draw_prompts(artist, prompts, count, workdir / FOLDER, name)
         command_line.print_lines(f'pictures: {folder}')
     elif FLAGS.truth:

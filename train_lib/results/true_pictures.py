@@ -12,6 +12,7 @@ from etils import epath
 from coyo11m_tfds import captioned_images, schema
 from coyo11m_tfds.pictures import latent_rgb, pixels
 from coyo11m_tfds.storage import model_files
+from train_lib.lifecycle import workdirs
 from train_lib.results import judge, previews, prompt_sets
 from train_lib.results.artist import Artist
 
@@ -124,8 +125,10 @@ def compare(
         ValueError: A picture has no caption, or a folder no pictures.
         OSError: A picture cannot be read, or a result cannot be written.
     """
-    # First what may be missing: the round trip of many pictures takes as long as to draw them.
+    # First what may be missing, also what a run that goes on removes: the round trip of many
+    # pictures takes as long as to draw them.
     _ = artist.text_encoder
+    _ = artist.params
     known_pictures = None
     if known:
         # They need no captions.
@@ -144,7 +147,7 @@ def compare(
     prompts = []
     for number, caption in enumerate(own.captions):
         prompts.append(prompt_sets.Prompt(caption, [f'{number:05}.png'], {}))
-    name = epath.Path(truth).name
+    name = workdirs.absolute(truth).name
     folder = epath.Path(prompt_sets.draw_prompts(artist, prompts, 1, place, name))
     # The grid shows as many as have been kept whole.
     num_shown = len(own.shown)
