@@ -148,6 +148,13 @@ class Artist:
             pictures.append(self.paint(latents[: len(batch)]))
         return np.concatenate(pictures)
 
+    def check_captions(self, captions: Sequence[str]) -> None:
+        """Raises a ValueError for captions that `draw` would refuse; computes no embeddings."""
+        captions = _list_captions(captions)
+        encoder = self.text_encoder
+        if self.facts.vocabulary:
+            caption_encoder.tokenize(self.facts, encoder, captions)
+
     @functools.cached_property
     def picture_shape(self) -> tuple[int, int]:
         """Height and width of a picture in pixels."""

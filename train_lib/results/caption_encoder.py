@@ -100,6 +100,13 @@ def encode(
     # Float16, as the data set stores them: the model has seen no others.
     if not facts.vocabulary:
         return cast(Encoder, encoder).encode(captions).astype(np.float16)
+    return text_encoders.pad(tokenize(facts, encoder, captions), encoder.max_tokens)
+
+
+def tokenize(
+    facts: DatasetStats, encoder: Tokenizer, captions: Sequence[str]
+) -> Sequence[Sequence[int]]:
+    """Returns the token ids of captions; a ValueError for one that the data set cannot have."""
     rows = encoder.tokenize(captions)
     for caption, ids in zip(captions, rows, strict=True):
         largest = max(ids, default=0)
@@ -109,7 +116,7 @@ def encode(
                 f'{caption!r} has token {largest}, expected one of the {facts.vocabulary} tokens '
                 'of the training data, numbered from 0.'
             )
-    return text_encoders.pad(rows, encoder.max_tokens)
+    return rows
 
 
 def find_unknown_words(

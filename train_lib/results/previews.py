@@ -59,7 +59,7 @@ def find_free_path(folder: epath.Path, subject: str, ending: str) -> epath.Path:
 
     Long names are cut, each of the two for itself.
     """
-    stem = _cut(f'{_cut(subject, _MAX_SUBJECT_BYTES)}_{ending}', _MAX_NAME_BYTES)
+    stem = _cut(f'{cut_subject(subject)}_{ending}', _MAX_NAME_BYTES)
     path = folder / f'{stem}.png'
     number = 1
     # Nor one that a run will draw: prompts may be called `step`, too. A folder of the name may hold
@@ -68,6 +68,11 @@ def find_free_path(folder: epath.Path, subject: str, ending: str) -> epath.Path:
         number += 1
         path = folder / f'{stem}-{number}.png'
     return path
+
+
+def cut_subject(subject: str) -> str:
+    """Returns the beginning of what a file or folder shows, which fits into its name."""
+    return _cut(subject, _MAX_SUBJECT_BYTES)
 
 
 def _cut(name: str, num_bytes: int) -> str:

@@ -20,6 +20,7 @@ from coyo11m_tfds import storage
 from coyo11m_tfds.pictures import pixels
 from coyo11m_tfds.process.progress import Progress
 from coyo11m_tfds.storage import json_digest
+from train_lib.results import previews
 from train_lib.results.artist import Artist
 
 _GRID_WIDTH = 2  # the judge of DPG-Bench cuts a grid into two by two pictures
@@ -57,6 +58,8 @@ def read_prompts(path: epath.PathLike, count: int) -> list[Prompt]:
             text = metadata['prompt'].strip()
             # Half of a surrogate pair, which JSON can write, would end hours of drawing.
             text.encode()
+            if not text:
+                raise ValueError('blank')
         # What is no JSON or nested too deeply, no object, without a prompt, or with no such text.
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             problem = f'{line[:80]!r} is not JSON like {{"prompt": "a red circle"}}'
@@ -100,8 +103,14 @@ def draw_prompts(
         prompts: Prompts, as of `read_prompts`.
         count: Number of pictures of each prompt.
         place: Folder for results, local or `gs://`.
-        name: Name of the set of prompts.
+        name: Name of the set of prompts; a long one is cut.
+
+    Raises:
+        ValueError: The model takes no texts, or not one of these.
+        OSError: A file cannot be written, or the weights cannot be read.
     """
+    # Before hours of drawing: those of a model of classes may not all be numbers of classes.
+    artist.check_captions([prompt.text for prompt in prompts])
     settings = artist.settings | {
         'text_encoder': f'{artist.text_encoder.name} {artist.text_encoder.revision}',
         'prompts': json_digest.sha256(prompts),
@@ -109,7 +118,7 @@ def draw_prompts(
     }
     # Whatever a file of prompts is called, its pictures are not taken for results of `evaluate`.
     settings_id = json_digest.sha256(settings)[:8]
-    name = f'prompts_{name}_{artist.step:06}_{settings_id}'
+    name = f'prompts_{previews.cut_subject(name)}_{artist.step:06}_{settings_id}'
     folder = storage.open_writable_folder(place)
     folder.write(f'{name}.json', json.dumps(settings, indent=2).encode())
     # Under a name there is a complete file or none.

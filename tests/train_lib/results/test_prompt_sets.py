@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests import children
 from train_lib import draw
+from train_lib.learning import flow
 from train_lib.results import prompt_sets
 
 PROMPTS = ['a red circle', 'a blue square', 'a green triangle']
@@ -32,7 +33,7 @@ def pictures_of(small_run, tmp_path):
 
 
 def test_lines_and_geneval_get_numbered_folders(pictures_of, small_run, tmp_path):
-    path = tmp_path / 'lines.txt'
+    path = tmp_path / f'lines{"_" * 240}.txt'
     path.write_text('\n'.join(PROMPTS))
     folder, files = pictures_of(path, 2)
     drawn = draw.draw_pictures(small_run[0], np.repeat(PROMPTS, 2).tolist(), batch_size=4)
@@ -44,12 +45,24 @@ def test_lines_and_geneval_get_numbered_folders(pictures_of, small_run, tmp_path
             with Image.open(file) as image:
                 np.testing.assert_array_equal(image, drawn[2 * number + picture])
     assert not files
-    assert folder.name.startswith('prompts_lines_000004_')
+    assert folder.name.startswith('prompts_lines____')
     path = path.with_suffix('.jsonl')
     path.write_text('\n'.join(map(json.dumps, GENEVAL)))
     _, files = pictures_of(path, 1)
     assert files.keys() == {'00000/metadata.jsonl', '00000/samples/00000.png'}
     assert json.loads(files['00000/metadata.jsonl'].read_text()) == GENEVAL[0]
+
+
+def test_a_prompt_that_no_model_takes_is_named_before_others_are_drawn(
+    pictures_of, tmp_path, monkeypatch
+):
+    facts = flow.no_stats(0, text_encoder='labels', vocabulary=10, text_max_tokens=1)
+    monkeypatch.setattr(draw.Artist, 'facts', property(lambda _: facts, lambda *_: None), False)
+    path = tmp_path / 'classes.txt'
+    path.write_text('7\n10\n')
+    with pytest.raises(ValueError, match="'10' has token 10, expected one of the 10 tokens"):
+        pictures_of(path, 4)
+    assert not list((tmp_path / 'evaluation').rglob('*.png'))
 
 
 @pytest.mark.parametrize(('count', 'size'), [(2, (64, 32)), (3, (64, 64))])
@@ -116,6 +129,7 @@ BAD = {
         r"x\.jsonl: '{\"tag\": \"colors\"}' is not JSON like",
     ),
     'a line that is no JSON': ('x.jsonl', 'a red circle', 4, r"'a red circle' is not JSON like"),
+    'a blank prompt': ('x.jsonl', '{"prompt": " "}', 4, 'is not JSON like'),
     'half of a surrogate pair': ('x.jsonl', r'{"prompt": "a \ud83d"}', 4, 'is not JSON like'),
     'lists without end': ('x.jsonl', '[' * 100_000, 4, r"'\[{80}' is not JSON like"),
     'no caption': ('x.txt', ' \n', 4, r'x\.txt holds no caption'),
