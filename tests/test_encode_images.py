@@ -382,7 +382,7 @@ def test_an_encoding_of_other_settings_is_refused_by_what_differs(
     source, first_half, encoder, tmp_path, options, message
 ):
     out = write_files(tmp_path / 'out', first_half)
-    with pytest.raises(ValueError, match=rf'{out}/encoding\.json: {message}'):
+    with pytest.raises(ValueError, match=rf'{out}/encoding\.json: {message}.* or remove {out}\.$'):
         encode(source, encoder, out, **options)
     assert files_of(str(out)) == first_half
 
@@ -391,7 +391,7 @@ OTHER_IMAGES = {
     'one of a finished part has changed': (
         f'0/{IMAGES[0].name}',
         {},
-        r'00000\.json: .* part 0, such as 0/img\.0000\.jpg, have changed',
+        r'00000\.json: .* part 0, which begin with 0/img\.0000\.jpg, have changed',
     ),
     'one is new': ('0/new.jpg', {}, r"encoding\.json: images is '22 files .* but '23 files in 3"),
     'one is new, and keys are others': (

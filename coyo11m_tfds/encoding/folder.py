@@ -56,8 +56,8 @@ class EncodingFolder:
             stored_options = dict(stored)
             stored_options.pop(_IMAGES, None)
             # The options first, because they decide about the number of parts.
-            _check_same(settings, stored_options, path)
-            _check_same(self._settings, stored, path)
+            self._check_same(settings, stored_options, path)
+            self._check_same(self._settings, stored, path)
         self.read_receipts(own_parts)
         # Only now: the receipts of a folder without settings may be those of another encoding.
         if stored is None:
@@ -125,13 +125,21 @@ class EncodingFolder:
         settings = dict(receipt.origin)
         files_digest = settings.pop(_FILES, None)
         settings.pop(_TEXTS, None)
-        _check_same(self._settings, settings, path)
+        self._check_same(self._settings, settings, path)
         if files_digest != part.digest:
             raise ValueError(
-                f'{path}: the files of part {number}, such as {min(part.files)}, '
+                f'{path}: some files of part {number}, which begin with {min(part.files)}, '
                 'have changed since they were encoded. Remove this receipt to encode them again, '
                 'or choose another folder.'
             )
+
+    def _check_same(
+        self, expected: Mapping[str, Any], stored: Mapping[str, Any], path: str
+    ) -> None:
+        """Raises a ValueError, which names `path`, if settings are not those of this command."""
+        # Of the whole folder: without this file, the tars and the other receipts would be refused.
+        advice = f'Choose another folder for out, or remove {self._folder.folder}.'
+        errors.check_same_entries(expected, stored, path, 'is what this command makes', advice)
 
     def _add_receipt(self, number: int, receipt: Receipt) -> None:
         """Counts a part as finished."""
@@ -224,8 +232,3 @@ def _describe_images(image_parts: Sequence[ImagePart]) -> str:
     parts_of_images = format_count(len(names), 'part')
     digest = json_digest.sha256(names)[:16]
     return f'{files} in {parts_of_images}, digest {digest} of their names'
-
-
-def _check_same(expected: Mapping[str, Any], stored: Mapping[str, Any], path: str) -> None:
-    """Raises a ValueError, which names `path`, if settings differ from those of this command."""
-    errors.check_same_entries(expected, stored, path, 'is what this command makes')

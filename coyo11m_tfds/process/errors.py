@@ -153,7 +153,11 @@ def damaged_file_error(name: str, kind: str, problem: str) -> ValueError:
 
 
 def check_same_entries(
-    expected: Mapping[str, Any], entries: Mapping[str, Any], name: str, origin: str
+    expected: Mapping[str, Any],
+    entries: Mapping[str, Any],
+    name: str,
+    origin: str,
+    advice: str = 'Remove the file, or choose another folder.',
 ) -> None:
     """Raises a ValueError if an entry of the file `name` differs from that expected by `origin`."""
     # In order, so that all processes and runs name the same one.
@@ -162,6 +166,5 @@ def check_same_entries(
         expected_value = expected.get(entry)
         if value != expected_value:
             raise ValueError(
-                f'{name}: {entry} is {value!r}, but {expected_value!r} {origin}. '
-                'Remove the file, or choose another folder.'
+                f'{name}: {entry} is {value!r}, but {expected_value!r} {origin}. {advice}'
             )
