@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from coyo11m_tfds.text import text_encoders
 from tests import children
 from tests.fakes import image_models
 from train_lib import draw
+from train_lib.lifecycle import checkpoint
 from train_lib.results import evaluation, true_pictures
 
 
@@ -169,7 +171,13 @@ def test_pictures_that_cannot_be_judged_are_named(small_run, true_folders, tmp_p
     # Before any of them goes through a VAE.
     encode = lambda _: pytest.fail('encoded')  # noqa: E731
     monkeypatch.setattr(true_pictures, 'make_round_trip', lambda _: encode)
-    artist = draw.Artist(small_run[0], num_steps=1)
+    run = shutil.copytree(small_run[0], tmp_path / 'run')
+    artist = draw.Artist(run, num_steps=1)
+    # A run that trains on removes its checkpoints in turn.
+    steps = (run / checkpoint.FOLDER).rename(tmp_path / 'removed')
+    with pytest.raises(OSError, match='the checkpoint cannot be read'):
+        true_pictures.compare(artist, tmp_path, str(truth), None, 10)
+    steps.rename(run / checkpoint.FOLDER)
     (truth / '003.txt').write_text(' ')
     with pytest.raises(ValueError, match=r'003\.png has no caption, expected one'):
         true_pictures.compare(artist, tmp_path, str(truth), None, 10)
