@@ -122,7 +122,7 @@ def _embed_captions(flags: argparse.Namespace) -> str:
     for name in ('latents_from', *CAPTION_FLAGS):
         if name in config:
             fields[name] = config[name]
-    data_dir = flags.data_dir.rstrip('/')
+    data_dir = storage.expand_home(flags.data_dir).rstrip('/')
     out = f'{data_dir}/text-{config["name"]}'
     # The captions are read as the build will read them, so that the same rows have a text.
     settings = embed_captions.EmbedSettings(

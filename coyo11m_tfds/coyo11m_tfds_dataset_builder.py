@@ -203,8 +203,11 @@ class Builder(dataset_builder.FileReaderBuilder):
         return make_features('float16', schema.LATENTS_SHAPE, dim, self.builder_config.latents)
 
     def _build_data_dir(self, given_data_dir: str | None) -> tuple[str, str]:
-        # TFDS makes one slash of several: it would build into another folder of a bucket.
-        storage.check_single_slashes(given_data_dir or '')
+        if given_data_dir:
+            # TFDS makes one slash of several: it would build into another folder of a bucket.
+            storage.check_single_slashes(given_data_dir)
+            # Its command knows the home folder, but not its builders.
+            given_data_dir = storage.expand_home(given_data_dir)
         return super()._build_data_dir(given_data_dir)
 
     def _check_small_files(self) -> None:

@@ -164,7 +164,7 @@ def check_disks(
 
 def _find_existing(folder: str) -> pathlib.Path:
     """Returns a folder or, if it does not exist, the closest one above it."""
-    path = pathlib.Path(folder).expanduser().absolute()
+    path = pathlib.Path(storage.make_absolute(folder))
     while not path.exists():
         path = path.parent
     return path

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.build_settings import add_caption_flags
 from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.process import arguments, command_line, errors
@@ -155,9 +155,9 @@ def embed(
         OSError: A folder cannot be read or written.
     """
     settings = settings or EmbedSettings()
-    out = os.fspath(out).rstrip('/')
+    out = storage.expand_home(out).rstrip('/')
     # Whatever can be refused at once is refused before captions are fetched.
-    source = _SourceCaptions(os.fspath(source_dir).rstrip('/'), settings)
+    source = _SourceCaptions(storage.expand_home(source_dir).rstrip('/'), settings)
     ranks.check_share(share)
     check_out(out, settings.scratch_dir)
     # An encoder takes seconds to load, captions minutes to fetch.

@@ -51,7 +51,9 @@ def draw_emoji(characters: Sequence[str], font: str, size: int) -> dict[str, np.
             'the package index (pip install --force-reinstall pillow)'
         )
     try:
-        glyphs = ImageFont.truetype(font, _FONT_SIZE, layout_engine=ImageFont.Layout.RAQM)
+        glyphs = ImageFont.truetype(
+            storage.expand_home(font), _FONT_SIZE, layout_engine=ImageFont.Layout.RAQM
+        )
     except OSError as error:
         raise ValueError(
             f'{font}: {error}; expected the font of Noto Emoji with pictures of {LARGEST} pixels: '
@@ -85,7 +87,7 @@ def write_photos(out_dir: str | pathlib.Path, size: int, font: str = FONT) -> di
     """
     if not storage.local_path(out_dir):
         raise ValueError(f'out is {str(out_dir)!r}, expected a local folder.')
-    out_dir = pathlib.Path(out_dir)
+    out_dir = pathlib.Path(storage.expand_home(out_dir))
     if out_dir.exists() and any(out_dir.iterdir()):
         raise ValueError(f'{out_dir} is not empty, expected a new folder: choose another --out')
     all_emoji = emoji.read_emoji()

@@ -31,7 +31,7 @@ from typing import Any
 
 from absl import logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.convert.build_settings import BuildSettings, choose_validation_fraction
 from coyo11m_tfds.encoding import parts as encoding_parts
 from coyo11m_tfds.encoding.decoders import Decoders
@@ -99,7 +99,7 @@ def encode(
         MemoryError: An image is too large for the memory that is left.
     """
     settings = settings or EncodingSettings()
-    out = os.fspath(out).rstrip('/')
+    out = storage.expand_home(out).rstrip('/')
     ranks.check_share(share)
     check_out(out, settings.scratch_dir)
     # Before the listing, which takes minutes for millions of images.

@@ -51,6 +51,7 @@ def make_sample(
     import pandas as pd
     import torch
 
+    out_dir = storage.expand_home(out_dir)
     training = emoji.find_part(emoji.TRAINING)
     if num_samples is None:
         num_samples = len(training)

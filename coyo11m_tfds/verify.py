@@ -84,7 +84,7 @@ def verify(
         ValueError: `data_dir` is not the folder of a data set.
         OSError: The storage is out of reach.
     """
-    folder = os.fspath(data_dir).rstrip('/')
+    folder = storage.expand_home(data_dir).rstrip('/')
     if not folder or not issubclass(storage.class_of(folder), WritableFolder):
         raise ValueError(f'{folder!r}: expected a local path or gs://bucket/folder of a data set.')
     listing = storage.list_folder(folder)

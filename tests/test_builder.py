@@ -1,6 +1,7 @@
 """The data set as TFDS builds and reads it."""
 
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -170,6 +171,14 @@ def test_a_small_file_that_cannot_be_read_is_named_before_a_build(copy, name, co
     # As it says, the name is then free for a build.
     (copy / 'dataset_info.json').unlink(missing_ok=True)
     assert not Builder(data_dir=copy.parents[2], config=config).is_prepared()
+
+
+def test_a_folder_in_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for data_dir, folder in (('~/x', 'x'), ('./~', '~')):
+        data_path = Builder(data_dir=data_dir).data_path
+        assert os.fspath(data_path) == f'{tmp_path}/{folder}/coyo11m_tfds/latents/1.0.0'
 
 
 def test_a_folder_that_tfds_would_rename_is_refused():

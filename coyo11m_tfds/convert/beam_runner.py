@@ -170,7 +170,7 @@ def _write_group(tasks: Sequence[ShardTask], folder: str, build: str, scratch_di
     data_folder = storage.open_writable_folder(folder)
     finished = FinishedShards(data_folder, build)
     # Of the user of this machine, which may be another one than that of the planner.
-    cache = os.path.expanduser(scratch_dir) or user_cache(schema.NAME)
+    cache = storage.expand_home(scratch_dir) or user_cache(schema.NAME)
     scratch = Scratch(os.path.join(cache, 'source'))
     local = os.path.join(cache, 'staging')
     results = local_runner.write_with_workers(tasks, finished, None, scratch, local, num_workers=1)

@@ -209,7 +209,7 @@ class BuildSettings:
 
     def _describe_text_embeddings(self, recorded: Any) -> str | Mapping[str, Any]:
         """Returns what a build would record now; `recorded` if the sidecar is remote or absent."""
-        place = self.text_embeddings
+        place = storage.expand_home(self.text_embeddings)
         is_header_recorded = isinstance(recorded, dict)
         is_of_labels = is_header_recorded and recorded.get('encoder') == schema.LABELS
         # Labels may come from the files without being named.

@@ -81,7 +81,7 @@ def edit_dataset(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Ite
         ValueError: There is no such data set.
         OSError: Another process changes it, or it cannot be written to.
     """
-    folder = os.fspath(data_dir).rstrip('/')
+    folder = storage.expand_home(data_dir).rstrip('/')
     # Without a data set, no lock may be made.
     stored_dataset.open_data(folder)
     with locks.hold(folder, wait=False) as lock:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 
+from coyo11m_tfds import storage
 from coyo11m_tfds.process.sizes import format_count
 from coyo11m_tfds.storage import model_files
 
@@ -29,6 +30,8 @@ class ImageEncoder:
 
         Raises a ValueError for a model that is not there, or makes no features of pictures.
         """
+        # transformers reads a `~` as the name of a folder.
+        model = storage.expand_home(model)
         self._device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         with model_files.loading(model, 'image encoder', _FILES):
             source: dict[str, Any] = {'trust_remote_code': False}

@@ -70,7 +70,7 @@ def find_parts(folder: str) -> tuple[int, dict[int, StoredFile]]:
 
 def find_sidecar_files(place: str | os.PathLike[str]) -> list[StoredFile]:
     """Finds the file of a sidecar, local or remote, or all its parts in order if it is a folder."""
-    text = os.fspath(place)
+    text = storage.expand_home(place)
     # The name decides where only a request could tell a file from a folder.
     if os.path.isfile(text) or (text.endswith('.parquet') and not os.path.isdir(text)):
         return [storage.describe_file(text)]

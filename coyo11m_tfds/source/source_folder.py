@@ -91,8 +91,8 @@ def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str,
     the file is `schema.CAPTIONS_FILE`, and the result empty without this file. Names are relative
     to `root` or, for files elsewhere, begin with the last part of `captions`.
     """
-    root = os.fspath(root).rstrip('/')
-    place = captions or schema.CAPTIONS_FILE
+    root = storage.expand_home(root).rstrip('/')
+    place = storage.expand_home(captions or schema.CAPTIONS_FILE)
     # Not a URL: relative to the folder, unless it begins with a slash.
     if storage.local_path(place):
         place = os.path.join(root, os.path.normpath(place)).removesuffix('/.')

@@ -46,12 +46,25 @@ def class_of(path: str | os.PathLike[str]) -> 'type[ReadableFolder]':
     )
 
 
+def expand_home(path: str | os.PathLike[str]) -> str:
+    """Returns a path whose first part `~` is the user's home folder; others are unchanged.
+
+    Shells leave that of `--out=~/new` to the program. A folder of this name is `./~`, of which the
+    absolute path is returned.
+    """
+    text = os.fspath(path)
+    # `pathlib` and TFDS drop the `./`, and what they return may come here again.
+    if text.startswith('./~'):
+        return os.path.abspath(text)
+    return os.path.expanduser(text)
+
+
 def open_folder(folder: str | os.PathLike[str]) -> 'ReadableFolder':
     """Returns a folder to read, which need not exist; ValueError for a place of no storage."""
     # An empty text, as of a variable of the shell that is not set, is not the current folder.
     if not os.fspath(folder):
         raise ValueError('no folder given, expected one to read.')
-    return class_of(folder)(folder)
+    return class_of(folder)(expand_home(folder))
 
 
 def open_writable_folder(folder: str | os.PathLike[str]) -> 'WritableFolder':
@@ -64,7 +77,7 @@ def open_writable_folder(folder: str | os.PathLike[str]) -> 'WritableFolder':
     kind = class_of(folder)
     if not issubclass(kind, WritableFolder):
         raise ValueError(f'{folder}: expected a local path or gs://bucket/folder.')
-    return kind(folder)
+    return kind(expand_home(folder))
 
 
 def check_single_slashes(path: str | os.PathLike[str]) -> None:
@@ -82,7 +95,7 @@ def check_single_slashes(path: str | os.PathLike[str]) -> None:
 def describe_file(path: str | os.PathLike[str]) -> 'StoredFile':
     """Returns one file without reading it; raises a ValueError if it is missing or a folder."""
     try:
-        return class_of(path).describe(os.fspath(path))
+        return class_of(path).describe(expand_home(path))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f'{path} is missing or a folder; expected a file.') from None
 
@@ -94,7 +107,8 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
         ValueError: It is a URL that cannot be written to.
         OSError: The storage refuses it.
     """
-    folder, name = os.path.split(os.fspath(path))
+    path = expand_home(path)
+    folder, name = os.path.split(path)
     if local_path(path) is None:
         open_writable_folder(folder).write(name, data)
         return
@@ -108,8 +122,9 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
 
 def check_writable_file(path: str | os.PathLike[str]) -> None:
     """Checks that `write_file` can write at a path; raises a ValueError or an OSError."""
+    path = expand_home(path)
     # The name first: an absolute path has lost the slash at its end, by which it names a folder.
-    parent, name = os.path.split(os.fspath(path))
+    parent, name = os.path.split(path)
     # What is left of the URL of a bucket is its scheme, which would be a local folder.
     is_bucket = local_path(path) is None and local_path(parent) is not None
     if not name or is_bucket or os.path.isdir(path):
@@ -145,4 +160,4 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
 
 def make_absolute(path: str | os.PathLike[str]) -> str:
     """Returns a path that is valid in every working directory; a URL stays unchanged."""
-    return os.fspath(path) if local_path(path) is None else os.path.abspath(path)
+    return os.fspath(path) if local_path(path) is None else os.path.abspath(expand_home(path))

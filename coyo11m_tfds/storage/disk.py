@@ -30,12 +30,21 @@ def local_version(state: os.stat_result) -> str:
     return f'{state.st_size}-{state.st_mtime_ns}'
 
 
+def _without_needless_parts(path: StrPath) -> str:
+    """Returns a path without double slashes, and without `.` as a part."""
+    plain = str(pathlib.PurePath(path))
+    # Without its `./`, the name would be read as the home folder or as a URL.
+    if plain.startswith(('~', 'gs:', 'hf:')):
+        return os.path.join(os.curdir, plain)
+    return plain
+
+
 class Disk(WritableFolder):
     """A folder on a disk of this machine."""
 
     def __init__(self, folder: StrPath):
         """Takes the path of a folder, which need not exist."""
-        super().__init__(pathlib.PurePath(folder))
+        super().__init__(_without_needless_parts(folder))
         # The base class has removed the slash at the end.
         self.folder = self.folder or '/'
 
@@ -115,7 +124,7 @@ class Disk(WritableFolder):
         # To open a pipe would wait for somebody who writes to it.
         if not stat.S_ISREG(state.st_mode):
             raise FileNotFoundError(path)
-        return StoredFile(str(pathlib.PurePath(path)), state.st_size, local_version(state), None)
+        return StoredFile(_without_needless_parts(path), state.st_size, local_version(state), None)
 
     def read(self, name: str) -> bytes | None:
         """Reads a file; None if it is missing or a folder."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from coyo11m_tfds import storage
 from coyo11m_tfds.process import preparation
 from coyo11m_tfds.process.errors import FieldRule
 from coyo11m_tfds.storage import model_fields
@@ -71,7 +72,7 @@ def public_name(model: str) -> str:
     Without a model it is '', and not the name of the current folder. Bytes of a name that are no
     UTF-8, which metadata cannot hold, are replaced.
     """
-    name = _find_name(model)
+    name = _find_name(storage.expand_home(model))
     return os.fsencode(name).decode('utf-8', 'replace')
 
 
@@ -92,7 +93,7 @@ def local_folder(model: str, kind: str = 'text encoder') -> Path | None:
     Raises:
         ValueError: It is a path, and there is no such folder.
     """
-    folder = Path(model)
+    folder = Path(storage.expand_home(model))
     if folder.is_dir():
         return folder
     # A name on the hub has one slash at most, as `owner/name`.
@@ -214,7 +215,7 @@ def check_weights(folder: Path, kind: str = 'text encoder') -> None:
 
 def revision(model: str) -> str:
     """Returns the commit of a downloaded model, or a digest of a folder's files."""
-    folder = Path(model)
+    folder = Path(storage.expand_home(model))
     if not folder.is_dir():
         import huggingface_hub
 

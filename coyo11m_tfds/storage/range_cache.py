@@ -23,6 +23,7 @@ import google_crc32c
 import numpy as np
 from absl import logging
 
+from coyo11m_tfds import storage
 from coyo11m_tfds.process.errors import FieldError, describe_error
 from coyo11m_tfds.process.sizes import format_bytes
 from coyo11m_tfds.storage import json_digest
@@ -46,7 +47,7 @@ def open_cache(folder: str, num_bytes: float) -> 'RangeCache':
     Raises:
         FieldError: The folder cannot be made; its field is `cache_dir`.
     """
-    path = os.path.abspath(os.path.expanduser(folder))
+    path = storage.make_absolute(folder)
     return _open_in_process(os.getpid(), path, num_bytes)
 
 

@@ -30,7 +30,7 @@ def choose_folder(program: str, data_dir: str, chosen: str = '') -> str:
         return _find_chosen(chosen)
     if not data_dir or not storage.local_path(data_dir):
         return user_cache(program)
-    return os.path.normpath(os.path.join(data_dir, f'.{program}'))
+    return os.path.normpath(os.path.join(storage.expand_home(data_dir), f'.{program}'))
 
 
 def _find_chosen(folder: StrPath) -> str:
@@ -40,7 +40,7 @@ def _find_chosen(folder: StrPath) -> str:
     """
     if storage.local_path(folder) is None:
         raise ValueError(f'scratch_dir is {os.fspath(folder)!r}, expected a local folder.')
-    return os.path.expanduser(folder)
+    return storage.expand_home(folder)
 
 
 def user_cache(*names: str) -> str:

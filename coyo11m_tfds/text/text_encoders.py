@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from coyo11m_tfds import schema
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.dataset import word_list
 from coyo11m_tfds.dataset.keyed_random import splitmix64
 from coyo11m_tfds.storage import model_files
@@ -237,7 +237,9 @@ def pad(tokens: Sequence[Sequence[int]], width: int) -> np.ndarray:
 
 def _model_classes(spec: str) -> tuple[Any, Any, str]:
     """Returns the classes of tokenizer and encoder for a model that exists, and its name."""
-    runner, _, model = spec.partition(':')
+    runner, _, name = spec.partition(':')
+    # transformers reads a `~` as the name of a folder.
+    model = storage.expand_home(name)
     if runner not in ('hf', 'jax') or not model:
         raise ValueError(
             f'unknown encoder {spec!r}: expected hash, jax:HUB_NAME (as jax:Qwen/Qwen3-0.6B) or '

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage import bucket as bucket_module
-from coyo11m_tfds.storage import locks
+from coyo11m_tfds.storage import locks, model_files
 from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
 from coyo11m_tfds.storage.scratch import Scratch
@@ -138,6 +138,28 @@ def test_a_url_that_was_made_a_path_is_told_from_a_local_folder(url):
     with pytest.raises(ValueError, match=f'^{url}: expected two slashes, as in ...//'):
         storage.open_folder(url)
     storage.open_folder(f'./{url}')
+
+
+def test_the_home_folder_and_another_of_its_name(monkeypatch, tmp_path):
+    home = tmp_path / 'home'
+    here = tmp_path / 'here'
+    here.mkdir()
+    monkeypatch.setenv('HOME', str(home))
+    monkeypatch.chdir(here)
+    storage.open_writable_folder('~/data').write('a', b'at home')
+    storage.write_file('~/b', b'at home')
+    assert storage.open_folder('~').sizes() == {'b': 7, 'data/a': 7}
+    assert storage.describe_file('~/data/a').path == storage.make_absolute('~/data/a')
+    with pytest.raises(ValueError, match=f'^{home}: is a folder; expected the path of a file'):
+        storage.check_writable_file('~')
+    assert model_files.local_folder('~/data') == home / 'data'
+    assert model_files.public_name('~/data') == 'data'
+    assert os.listdir() == []
+    storage.open_writable_folder('./~').write('c', b'here')
+    # Also with what the storage itself makes of the name.
+    opened = storage.open_folder(storage.open_folder('./~/').folder)
+    [file] = storage.open_folder('.').list('~').values()
+    assert opened.read('c') == file.read() == storage.describe_file(file.path).read() == b'here'
 
 
 @pytest.mark.parametrize('path', ['', 'new/', 'new/sub/', 'gs://bucket/new/', 'gs://bucket'])
