@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coyo11m_tfds import storage
-from coyo11m_tfds.storage import bucket as bucket_module
-from coyo11m_tfds.storage import locks, model_files
+from coyo11m_tfds.storage import bucket_objects, locks, model_files
 from coyo11m_tfds.storage.base import WritableFolder
 from coyo11m_tfds.storage.file_state import FileState, ignore_bytes
 from coyo11m_tfds.storage.scratch import Scratch
@@ -292,7 +291,7 @@ def test_what_is_there_survives_a_loss_of_power(tmp_path, monkeypatch):
 @pytest.mark.parametrize('kind', [*PASSING, 'flip'])
 def test_a_fault_of_every_request(bucket, in_bucket, tmp_path, monkeypatch, kind):
     monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.3')
-    monkeypatch.setattr(bucket_module, '_CHUNK', 2 << 20)
+    monkeypatch.setattr(bucket_objects, '_CHUNK', 2 << 20)
     small, large = b'1' * 1000, LARGE
     for name, data, actions in (('x', small, ['upload']), ('y', large, ['start', 'upload'])):
         for action in actions:
@@ -399,7 +398,7 @@ def test_credentials_without_a_project(gcs, tmp_path, monkeypatch):
 
 
 def test_an_upload_goes_on_where_it_broke_off(bucket, in_bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(bucket_module, '_CHUNK', 1 << 20)
+    monkeypatch.setattr(bucket_objects, '_CHUNK', 1 << 20)
     bucket.inject(Fault('cut', match='upload', after_bytes=300_000))
     bucket.inject(Fault('503', count=2, match='uplo'))
     _store(in_bucket, tmp_path, 'a', LARGE)
