@@ -220,7 +220,7 @@ def _describe_buckets(out: str, counts: ImageCounts) -> str:
         else:
             small.append(shape)
     if not large:
-        return f'Each bucket has less than {_LEAST_ROWS} images, too few to train on.'
+        return f'Each bucket has fewer than {_LEAST_ROWS} images, too few to train on.'
     lines = []
     if small:
         lines.append(f'Too few images for the mixture: {", ".join(small)}')
