@@ -192,16 +192,12 @@ class BucketLock(locks.Lock):
         """Returns False if another process has taken it over."""
         return bucket_objects.read_object(self._url) == self._content
 
-    def release(self) -> None:
-        """Ends the renewals and deletes the object; only warns if that fails."""
-        # A renewal that is under way would make the lock again after it is deleted.
+    def release(self, patience: float) -> None:
+        """Ends the renewals and deletes the object; only warns if that fails or takes longer."""
         self._stop.set()
-        self._thread.join()
-        try:
-            if blob := self._look_up_ours():
-                bucket_objects.delete_object(self._url, blob.generation)
-        except OSError as error:
-            logging.warning('%s: not deleted, it will expire: %s', self._url, error)
+        self._thread.join(patience)
+        if self._thread.is_alive():
+            logging.warning('%s: not deleted in %g s, it will expire', self._url, patience)
 
     def _look(self) -> None:
         """Looks up the generation of the lock, and notes what is new."""
@@ -237,7 +233,7 @@ class BucketLock(locks.Lock):
         return True
 
     def _keep(self) -> None:
-        """Renews the lock until it is released; run in a thread."""
+        """Renews the lock until it is released, then deletes it; run in a thread."""
         while not self._stop.wait(self._seconds / 3):
             # Whatever goes wrong, the next renewal may work: the lease is three times as long.
             try:
@@ -248,3 +244,9 @@ class BucketLock(locks.Lock):
             if not is_ours:
                 logging.warning('%s: another process took over: this one seemed dead', self._url)
                 return
+        # In this thread: a renewal that is under way elsewhere would make the lock again.
+        try:
+            if blob := self._look_up_ours():
+                bucket_objects.delete_object(self._url, blob.generation)
+        except Exception as error:
+            logging.warning('%s: not deleted, it will expire: %s', self._url, error)

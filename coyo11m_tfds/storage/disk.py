@@ -372,7 +372,7 @@ class DiskLock(locks.Lock):
         """Returns False if the file has been moved or removed, so that others lock a new one."""
         return self._lock.is_at_path()
 
-    def release(self) -> None:
+    def release(self, patience: float) -> None:
         """Removes the file and releases the lock."""
         # Removed while it is locked: whoever locks it later finds that it is not at its path.
         with self._lock:

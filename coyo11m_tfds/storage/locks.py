@@ -177,8 +177,8 @@ class Lock(Protocol):
     def is_ours(self) -> bool:
         """Returns False if another process has taken it over."""
 
-    def release(self) -> None:
-        """Releases the lock."""
+    def release(self, patience: float) -> None:
+        """Releases the lock; returns after `patience` seconds even if its storage is too slow."""
 
 
 @contextlib.contextmanager
@@ -200,10 +200,16 @@ def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
             raise TimeoutError(
                 f'{opened.folder}: {lock.holder} is working there. Wait for it, or end it.'
             )
+    # By then, a lock that is not renewed is over without being released.
+    patience = lease_seconds()
     try:
         yield lock
+    except (KeyboardInterrupt, SystemExit):
+        # Nobody waits for long for what is only a courtesy: 5 s, unless the lease is set.
+        patience /= 8
+        raise
     finally:
-        lock.release()
+        lock.release(patience)
 
 
 def wait_for(path: StrPath, exists: Callable[[], bool]) -> None:

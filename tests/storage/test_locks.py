@@ -293,6 +293,20 @@ def test_faults(gcs, kind, monkeypatch):
     assert gcs.objects('bucket') == {}
 
 
+def test_an_interruption_does_not_wait_for_a_storage_that_is_out_of_reach(
+    gcs, lease, monkeypatch, caplog
+):
+    monkeypatch.setenv('COYO11M_STALL_SECONDS', '0.5')
+    with pytest.raises(KeyboardInterrupt), locks.hold('gs://bucket/set'):
+        gcs.inject(Fault('stall', action='stat'))
+        raise KeyboardInterrupt
+    assert 'gs://bucket/set.lock: not deleted in 0.125 s, it will expire' in caplog.text
+    # As long as this process lives, it tries on.
+    assert list(gcs.objects('bucket')) == ['set.lock']
+    while gcs.objects('bucket'):
+        time.sleep(0.01)
+
+
 # --- Waiting for others -----------------------------------------------------------------------
 
 
