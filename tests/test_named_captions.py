@@ -195,7 +195,7 @@ def spoil(source: pathlib.Path, *changes: str) -> None:
 
 NO_KEYS = "000010-000019.pt: lacks 'keys'; it has .* Set key_column"
 NO_LATENTS = "000010-000019.pt: lacks 'latents'; it has .*'z'.* Set latents_from"
-NO_FILE = r"captions='x.parquet': .*/x.parquet is neither .* are \['meta.parquet'\]: set captions"
+NO_FILE = r"captions='x.parquet': .*/x.parquet is neither .* has \['meta.parquet'\], an absolute"
 NO_KEY = r"key_column='key': .*/meta.parquet has no such integers, but \['id'\]: set key_column"
 NO_TEXTS = "caption_column='caption_llava': .*/meta.parquet has no such texts, but .*'alt'"
 NO_SIDECAR = 'text_embeddings: .*absent: there is no such folder'

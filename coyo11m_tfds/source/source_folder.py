@@ -111,8 +111,9 @@ def find_captions(root: str | os.PathLike[str], captions: str = '') -> dict[str,
     tables = _list_tables(files)
     if not tables:
         in_root = _list_tables(storage.list_folder(root))
-        problem = f'{place} is neither a file nor a folder with Parquet files; those in {root} are'
-        raise FieldError('captions', captions, f'{problem} {in_root}: set captions.')
+        problem = f'{place} is neither a file nor a folder with Parquet files'
+        expected = f'a path within {root}, which has {in_root}, an absolute path or a URL'
+        raise FieldError('captions', captions, f'{problem}; expected {expected}.')
     # The folder of the source itself has no name.
     return {f'{name}/{table}'.lstrip('/'): files[table] for table in tables}
 
