@@ -23,6 +23,7 @@ PT_EMBEDDINGS = 'embeddings'  # float16, bfloat16 or float32 (N, D); not in ever
 PT_CAPTIONS = 'captions'  # list of N texts; where there is no Parquet file
 
 PARQUET_KEY = 'key'
+_MAX_DIGITS = 40  # of the text of an integer, which may begin with zeros
 PART_EMBEDDING = 'embedding'  # of the parts that embed_captions makes, next to `key`
 MAX_CAPTION_BYTES = 65_536  # of UTF-8; what is longer was not written by a person or a model
 MAX_TEXT_DIM = 16_384  # numbers of a text embedding; the widest encoders have 8,192
@@ -231,12 +232,21 @@ def are_latents(dtype: object, shape: Sequence[object]) -> bool:
     return latents_nbytes(dtype, cast(Sequence[int], shape)) <= MAX_LATENTS_NBYTES
 
 
-def is_key(value: object) -> bool:
-    """Returns whether a value can be a key: an integer of 64 bits, also as a text of digits."""
-    # WebDataset's tools write texts. Numbers of 19 digits may exceed 64 bits.
+def parse_integer(value: object) -> int | None:
+    """Returns the integer of 64 bits that a value is, or is the text of; None for other values.
+
+    Such a text has only decimal digits of ASCII, after a minus if the number is negative. It may be
+    the key of a row or the number of a class.
+    """
+    # `int` takes more, such as 1_000 and blanks, and refuses texts of thousands of digits.
     if isinstance(value, str):
-        return value.isascii() and value.isdigit() and len(value) < 19
-    return type(value) is int and -(2**63) <= value < 2**63
+        has_only_digits = value.isascii() and value.removeprefix('-').isdigit()
+        if not has_only_digits or len(value) > _MAX_DIGITS:
+            return None
+        value = int(value)
+    if type(value) is int and -(2**63) <= value < 2**63:
+        return value
+    return None
 
 
 def shard_filename(split: str, index: int, count: int) -> str:

@@ -92,11 +92,9 @@ class ImageFolder:
 
 def _are_different_numbers(names: Sequence[str]) -> bool:
     """Whether all names are keys, and different ones."""
-    if not all(map(schema.is_key, names)):
-        return False
     # 7.jpg and 007.jpg would have one key.
-    keys = set(map(int, names))
-    return len(keys) == len(names)
+    keys = set(map(schema.parse_integer, names))
+    return None not in keys and len(keys) == len(names)
 
 
 def _find_repeated(images: Sequence[str], names: Sequence[str]) -> set[str]:

@@ -198,10 +198,10 @@ class ImagePart(abc.ABC):
     def _find_key(self, row: ImageRow) -> tuple[int, str]:
         """Returns the key of an image, and where it is from."""
         if not self._has_keys_of_paths:
-            key = row.fields.get(schema.KEY)
-            if schema.is_key(key):
-                # In a `.json` or a table, it may be a text of digits.
-                return int(str(key)), KEY_OF_DATA
+            # In a `.json` or a table, it may be a text of digits.
+            key = schema.parse_integer(row.fields.get(schema.KEY))
+            if key is not None:
+                return key, KEY_OF_DATA
             if self._is_numbered:
                 base = os.path.basename(get_stem(row.name))
                 return int(base), KEY_OF_NAME

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from coyo11m_tfds import schema
@@ -140,12 +141,26 @@ class KeyedFile:
                     f"{self.name}: column '{self._key_column}' has nulls, expected a key in every "
                     'row.'
                 )
+            if arrow_texts.is_text(keys.type):
+                self._check_texts_of_keys(keys.cast(pa.large_string()))
             try:
                 return keys.cast(pa.int64()).to_numpy()
             except pa.ArrowInvalid as error:
                 raise ValueError(
                     f"{self.name}: column '{self._key_column}' does not fit int64 ({error})."
                 ) from None
+
+    def _check_texts_of_keys(self, texts: pa.ChunkedArray) -> None:
+        """Raises a ValueError for a text that is no key; Arrow takes others, such as `0x10`."""
+        # Nearly all have only digits, which Arrow finds out faster.
+        others = texts.filter(pc.invert(pc.ascii_is_decimal(texts)))
+        for data in others.cast(pa.large_binary()):
+            text = foreign_text.decode_utf8(data.as_py())
+            if schema.parse_integer(text) is None:
+                raise ValueError(
+                    f"{self.name}: column '{self._key_column}' has {text[:100]!r}, expected "
+                    'integers of 64 bits, or texts of their decimal digits.'
+                )
 
     def values(self, row_bytes: int = 0) -> Iterator[pa.Array]:
         """Yields the values of all rows; texts that often repeat as a `pa.DictionaryArray`.

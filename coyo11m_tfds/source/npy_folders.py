@@ -24,7 +24,7 @@ from coyo11m_tfds.storage.stored_file import StoredFile, file_changed
 
 INDEX_OF_FOLDERS = 'dataset.json'
 MOMENTS_PREFIX = 'img-mean-std-'
-_NAME = re.compile(rf'{MOMENTS_PREFIX}\d{{1,18}}\.npy')
+_NAME = re.compile(rf'{MOMENTS_PREFIX}[0-9]{{1,18}}\.npy')
 _READS_AT_ONCE = 16
 _MAX_CLASSES = 1 << 24
 

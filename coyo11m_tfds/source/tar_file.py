@@ -79,7 +79,11 @@ class TarFile(LatentFile):
         for sample in self._samples:
             fields = self._json(sample)
             if fields:
-                return [name for name, value in fields.items() if schema.is_key(value)]
+                names = []
+                for name, value in fields.items():
+                    if schema.parse_integer(value) is not None:
+                        names.append(name)
+                return names
         return []
 
     def _place_arrays(self, suffix: str) -> None:
@@ -221,10 +225,8 @@ class TarFile(LatentFile):
         if not is_member:
             return self._json(sample).get(name)
         text = foreign_text.decode_caption(self._contents(sample, name))
-        # Of 18 digits, every number fits into 64 bits.
-        if name == _CLASS and text.strip().isdecimal() and len(text) < 19:
-            return int(text)
-        return text
+        number = schema.parse_integer(text.strip())
+        return number if name == _CLASS and number is not None else text
 
     def _key(self, sample: str) -> int:
         """Returns the key in the JSON of a sample; raises a ValueError if it has none."""
@@ -232,13 +234,14 @@ class TarFile(LatentFile):
         # The row is a bad one, under any key.
         if fields is _DAMAGED:
             return self._hash(sample)
-        key = fields.get(self.key_column)
-        if not schema.is_key(key):
+        value = fields.get(self.key_column)
+        # WebDataset's tools write texts.
+        key = schema.parse_integer(value)
+        if key is None:
             raise ValueError(
-                f'{self.path}: {self.key_column} of {sample!r} is {key!r}, expected a number.'
+                f'{self.path}: {self.key_column} of {sample!r} is {value!r}, expected a number.'
             )
-        # It may be a text of digits.
-        return int(str(key))
+        return key
 
     def _hash(self, sample: str) -> int:
         """Returns a key of 63 bits by the names of the tar and of the sample."""

@@ -34,7 +34,6 @@ _PAIR_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # nearly always two of a caption's 50 features share a bucket, and with only one bucket each, a
 # model could not tell them apart. They cost a fifth of the speed.
 _BUCKETS_A_FEATURE = 4
-_MAX_CLASS_DIGITS = 18  # of a number of 64 bits
 # Few enough for their arrays to stay in a cache.
 _ROWS_AT_ONCE = 1024
 
@@ -183,11 +182,13 @@ class LabelsTokenizer(Tokenizer):
 
     def tokenize(self, captions: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer`; raises a ValueError for a caption that is no number of a class."""
+        tokens = []
         for caption in captions:
-            digits = caption.strip()
-            if not digits.isdecimal() or len(digits) > _MAX_CLASS_DIGITS:
+            number = schema.parse_integer(caption.strip())
+            if number is None or number < 0:
                 raise ValueError(f'{caption!r}: expected the number of a class, such as 207')
-        return [[int(caption)] for caption in captions]
+            tokens.append([number])
+        return tokens
 
 
 def make_encoder(

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from coyo11m_tfds import storage
+from coyo11m_tfds import schema, storage
 from coyo11m_tfds.source import captions, keyed_values, sidecar
 from coyo11m_tfds.source.keyed_parquet import KeyedFile, RemoteColumns
 from coyo11m_tfds.source.keyed_values import KeyedValues
@@ -183,7 +183,11 @@ BAD = {
     ),
     'a key that is a word': (
         pa.table({'key': ['a'], 'caption_llava': ['a']}),
-        "'key' does not fit int64 .*'a'",
+        "'key' has 'a', expected integers of 64 bits, or texts of their decimal digits",
+    ),
+    'a text of a key beyond int64': (
+        pa.table({'key': [str(2**63)], 'caption_llava': ['a']}),
+        "'key' does not fit int64",
     ),
     'a key that is null': (
         pa.table({'key': [1, None], 'caption_llava': ['a', 'b']}),
@@ -203,6 +207,42 @@ BAD = {
     ),
     'two columns of keys': (repeated_column('key'), "has 2 columns 'key'; its"),
 }
+
+
+TEXTS_OF_KEYS = ['5', '007', '-5', '-0', f'{7:030d}', str(-(2**63)), str(2**63 - 1)]
+NO_KEYS = [
+    '0x10',
+    '0XF',
+    '+5',
+    ' 5',
+    '5\n',
+    '1_000',
+    '1.0',
+    '',
+    '-',
+    '--5',
+    '\u0663',
+    '\u00b2',
+    '9' * 19,
+]
+
+
+def test_the_texts_that_are_keys_are_the_same_in_parquet_and_in_other_files(tmp_path):
+    path = tmp_path / 'x.parquet'
+    for kind in (pa.string(), pa.string_view()):
+        texts = pa.array(TEXTS_OF_KEYS).cast(kind)
+        pq.write_table(pa.table([texts, texts], ['key', 'text']), path)
+        with KeyedFile(str(path), 'text') as file:
+            keys = [schema.parse_integer(text) for text in TEXTS_OF_KEYS]
+            assert file.keys().tolist() == keys == list(map(int, TEXTS_OF_KEYS))
+    for text in NO_KEYS:
+        assert schema.parse_integer(text) is None
+        pq.write_table(pa.table([['1', text]] * 2, ['key', 'text']), path)
+        with (
+            KeyedFile(str(path), 'text') as file,
+            pytest.raises(ValueError, match=r"x\.parquet: column 'key' (has|does not fit)"),
+        ):
+            file.keys()
 
 
 @pytest.mark.parametrize(('table', 'message'), BAD.values(), ids=BAD)
