@@ -27,6 +27,8 @@ from typing import Any
 
 import psutil
 
+from coyo11m_tfds import storage
+
 _POLL_SECONDS = 0.25  # between readings of the memory, at least
 _PAUSES_A_READING = 20  # times the reading, which takes up to 10 ms for each GB mapped
 _PACKAGES = (
@@ -75,7 +77,7 @@ def main(
     values, whose `sides` it may replace, a folder for data and an `ExitStack`.
     """
     options = _parse(doc, sides, flags, arguments)
-    folder = options.dir.absolute() / 'coyo11m-benchmark'
+    folder = pathlib.Path(storage.make_absolute(options.dir)) / 'coyo11m-benchmark'
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         # First in, last out: what `prepare` starts, such as a server, ends before.
@@ -120,7 +122,7 @@ def _parse(
         if options.before and side.ours:
             title = f'{side.title}, before'
             # Absolute, because it becomes an entry of PYTHONPATH.
-            before = os.path.abspath(options.before)
+            before = storage.make_absolute(options.before)
             options.sides[f'{name}-before'] = dataclasses.replace(side, title=title, before=before)
     return options
 

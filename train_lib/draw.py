@@ -82,13 +82,14 @@ def main() -> None:
     run.prepare()
     artist = artist_of_flags()
     folder = artist.workdir / previews.FOLDER
+    out = FLAGS.out
     # Before minutes of drawing whose pictures could not be written.
-    if FLAGS.out:
-        check_out(FLAGS.out, len(captions) if FLAGS.singles else 0)
+    if out:
+        out = storage.expand_home(out)
+        check_out(out, len(captions) if FLAGS.singles else 0)
     else:
         workdirs.check_writable(folder)
     pictures = artist.draw(captions)
-    out = FLAGS.out
     # A name of its own, so that no picture is replaced.
     if not out:
         out = previews.find_free_path(folder, name, f'{artist.step:06}{_name_changes()}')
@@ -162,8 +163,8 @@ def _name_changes() -> str:
 def _read_prompts(prompts: str) -> tuple[list[str], str]:
     """Returns the captions of a file or a single one, and a name for their pictures."""
     # A name of a text file that does not exist is a mistake, and no caption.
-    is_file = prompts.startswith('gs://') or prompts.endswith('.txt') or os.path.exists(prompts)
-    if is_file:
+    has_name_of_file = prompts.startswith('gs://') or prompts.endswith('.txt')
+    if has_name_of_file or os.path.exists(storage.expand_home(prompts)):
         path = epath.Path(prompts)
         return prompt_sets.read_captions(path), path.stem
     # As the name of a file.

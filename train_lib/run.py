@@ -25,6 +25,7 @@ from absl import app, flags, logging
 from ml_collections import config_dict
 
 import input_pipeline
+from coyo11m_tfds import storage
 from coyo11m_tfds.process import command_line, errors, programs
 from train_lib.lifecycle import config_rules
 
@@ -186,6 +187,8 @@ def resolve(arguments: Sequence[str]) -> list[str]:
 
 def _find_config(name: str) -> str:
     """Returns the path of the file of a configuration; ends the process if there is none."""
+    # Shells leave the home folder in `--config=~/mine.py` to the program.
+    name = storage.expand_home(name)
     # The file gets what follows the colon.
     path, _, _ = name.partition(':')
     # Not by `pathlib`, which raises an error for a name that is too long for a file.

@@ -208,10 +208,15 @@ def test_the_hash_encoder_warns_of_words_that_the_training_data_lack(small_run, 
 
 
 @pytest.mark.slow
-def test_a_prompt_makes_a_picture_named_by_what_it_changes_and_replaces_none(small_run, tmp_path):
+def test_a_prompt_makes_a_picture_named_by_what_it_changes_and_replaces_none(
+    small_run, tmp_path, monkeypatch
+):
     workdir = shutil.copytree(small_run[0], tmp_path / 'run')
-    flags = f'--workdir={workdir}', '--prompts=a red circle'
-    for options in ([], [], ['--seed=1', '--noaverage', '--sampler=heun']):
+    flags = '--workdir=~/run', '--prompts=a red circle'
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (workdir / 'captions').write_text('a red circle')
+    to_home = '--prompts=~/run/captions', '--out=~/run/grid.png', '--singles'
+    for options in ([], [], ['--seed=1', '--noaverage', '--sampler=heun'], to_home):
         done = children.program('train_lib.draw', *flags, *options)
         assert done.returncode == 0, done.stderr
     # Not by the name of a preview of the run itself, and in the run's folder where a step follows.
@@ -220,6 +225,7 @@ def test_a_prompt_makes_a_picture_named_by_what_it_changes_and_replaces_none(sma
     names = 'a-red-circle_000004', 'a-red-circle_000004-2', 'step_000004-2'
     names += ('a-red-circle_000004_average=False_seed=1_sampler=heun',)
     assert [path.name for path in tmp_path.iterdir()] == ['run']
+    assert (workdir / 'grid.png').is_file() and (workdir / 'grid' / '00000.png').is_file()
     assert {path.name for path in (workdir / 'previews').iterdir()} == {f'{x}.png' for x in names}
     done = children.program('train_lib.draw', *flags, '--time_shift=0')
     assert done.stderr.splitlines()[-1] == 'error: --time_shift=0.0: expected more than 0'

@@ -290,8 +290,12 @@ def test_a_name_that_is_too_long_for_a_file_is_told(elsewhere):
         run.resolve(['x', f'--config={"n" * 300}'])
 
 
-def test_what_is_no_name_stays(elsewhere):
+def test_what_is_no_name_stays(elsewhere, monkeypatch):
     (elsewhere / 'demo.py').touch()
+    # The shell leaves what follows `=` as it is.
+    monkeypatch.setenv('HOME', str(elsewhere))
+    resolved = run.resolve(['x', '--config=~/demo.py:big'])
+    assert resolved == ['x', f'--config={elsewhere}/demo.py:big']
     arguments = ['x', '--config=demo.py:big', '--config.data.dir=demo', '--workdir', 'demo']
     assert run.resolve(arguments) == arguments
 

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import os
 import platform
 import re
 import time
@@ -63,7 +62,7 @@ def use_cache(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> Non
 def _choose_folder(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> str:
     """Returns the folder that the configuration names or, for `AUTO`, the usual one."""
     if config.compilation_cache != AUTO:
-        return os.path.expanduser(config.compilation_cache)
+        return config.compilation_cache
     # JAX writes in process 0 alone: the others find its programs only in a folder that they share.
     if jax.process_count() > 1:
         return str(workdirs.absolute(workdir) / _FOLDER)

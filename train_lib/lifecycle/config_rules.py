@@ -168,25 +168,28 @@ def with_absolute_places(config: ml_collections.ConfigDict) -> dict[str, Any]:
     fields = json.loads(json.dumps(config.to_dict()))
     data = fields['data']
     data['dir'] = _make_absolute(data['dir'])
-    data['cache_dir'] = _make_absolute(os.path.expanduser(data['cache_dir']))
+    data['cache_dir'] = _make_absolute(data['cache_dir'])
     for source in data['mix']:
         source['dir'] = _make_absolute(source['dir'])
-    # `init_from` may end in @STEP, and names on the hub are no places.
+    # It may end in @STEP.
     fields['init_from'] = _make_absolute(fields['init_from'])
     runner, colon, model = fields['encoder'].partition(':')
-    if os.path.isdir(model):
-        fields['encoder'] = f'{runner}{colon}{_make_absolute(model)}'
-    if os.path.isdir(fields['compilation_cache']):
-        fields['compilation_cache'] = _make_absolute(fields['compilation_cache'])
+    fields['encoder'] = f'{runner}{colon}{_make_folder_absolute(model)}'
+    fields['compilation_cache'] = _make_folder_absolute(fields['compilation_cache'])
     preview = fields['preview']
-    if os.path.isdir(preview['vae']):
-        preview['vae'] = _make_absolute(preview['vae'])
+    preview['vae'] = _make_folder_absolute(preview['vae'])
     return fields
 
 
 def _make_absolute(place: str) -> str:
     """Returns the absolute path of a folder or URL; '' stays what it is."""
     return storage.make_absolute(place) if place else ''
+
+
+def _make_folder_absolute(name: str) -> str:
+    """Returns the absolute path of a folder that exists; what is none, as on the hub, stays."""
+    is_folder = os.path.isdir(storage.expand_home(name))
+    return _make_absolute(name) if is_folder else name
 
 
 def changeable_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from coyo11m_tfds.storage import locks
 def absolute(folder: epath.PathLike) -> epath.Path:
     """Returns the absolute path of a folder; a URL stays unchanged."""
     # `epath.Path.absolute` puts the current folder even before gs://.
-    return epath.Path(storage.make_absolute(epath.Path(folder)))
+    return epath.Path(storage.make_absolute(folder))
 
 
 def check_takes_checkpoints(folder: epath.PathLike) -> None:

@@ -134,13 +134,19 @@ def test_places_of_a_run_are_those_of_the_folder_in_which_it_began(tmp_path, mon
     (tmp_path / 'model').mkdir()
     monkeypatch.chdir(tmp_path)
     config = default.get_config()
-    config.data.mix = ({'dir': 'data'}, {'dir': 'gs://bucket/data'})
-    config.init_from, config.encoder, config.preview.vae = 'run@2', 'jax:model', 'model'
+    monkeypatch.setenv('HOME', str(tmp_path))
+    config.data.mix = ({'dir': 'data'}, {'dir': 'gs://bucket/data'}, {'dir': '~/data'})
+    config.init_from, config.encoder, config.preview.vae = 'run@2', 'jax:model', '~/model'
+    config.data.cache_dir, config.compilation_cache = '~/cache', '~/compiled'
+    (tmp_path / 'compiled').mkdir()
     fields = config_rules.with_absolute_places(config)
     assert [source['dir'] for source in fields['data']['mix']] == [
         f'{tmp_path}/data',
         'gs://bucket/data',
+        f'{tmp_path}/data',
     ]
+    assert fields['data']['cache_dir'] == f'{tmp_path}/cache'
+    assert fields['compilation_cache'] == f'{tmp_path}/compiled'
     assert (fields['init_from'], fields['encoder'], fields['preview']['vae']) == (
         f'{tmp_path}/run@2',
         f'jax:{tmp_path}/model',
