@@ -97,7 +97,7 @@ def _check_arguments(
     out_dir: str | os.PathLike, num_samples: int, num_files: int, dtype: str, seed: int
 ) -> None:
     """Raises a ValueError for arguments of `make_sample` that are out of range."""
-    folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
+    folder = pathlib.Path(out_dir)
     if not storage.local_path(out_dir):
         raise ValueError(
             f'out_dir is {os.fspath(out_dir)!r}, expected a local folder (`mirror` copies it).'
@@ -112,14 +112,11 @@ def _check_arguments(
         samples = format_count(num_samples, 'sample')
         files = format_count(num_files, 'file')
         raise ValueError(f'{samples} in {files}, expected at least 4 samples a file.')
+    # Whatever is there: a source also has captions, or an `encoding.json`, next to its latents.
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(
-            f'{folder} is not empty, expected a new folder: remove it, or write somewhere else.'
+            f'{folder} is not empty, expected a new folder: write somewhere else, or remove it.'
         )
-    captions = pathlib.Path(out_dir) / schema.CAPTIONS_FILE
-    # They may be those of a source whose latents come later.
-    if captions.exists():
-        raise ValueError(f'{captions} exists, expected a new folder: write somewhere else.')
 
 
 def _choose_pictures(training: list[int], count: int, rng: np.random.Generator) -> np.ndarray:

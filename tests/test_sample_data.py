@@ -144,9 +144,8 @@ def test_values_out_of_range_are_refused(tmp_path, monkeypatch, arguments, messa
     assert not list(tmp_path.iterdir())
 
 
-def test_captions_of_others_stay_as_they_are(tmp_path):
-    path = tmp_path / schema.CAPTIONS_FILE
-    path.write_bytes(b'mine')
-    with pytest.raises(ValueError, match='parquet exists, expected a new folder'):
+def test_what_others_have_written_stays_alone(tmp_path):
+    (tmp_path / schema.ENCODING_FILE).touch()
+    with pytest.raises(ValueError, match='is not empty, expected a new folder'):
         sample_data.make_sample(tmp_path)
-    assert path.read_bytes() == b'mine'
+    assert len(list(tmp_path.iterdir())) == 1
