@@ -62,14 +62,17 @@ class Judge:
         squares = _mean_squares(areas, self._areas)
         nearest = squares.argmin(axis=1)
         own_squares = squares[np.arange(len(own)), own]
+        own_pictures = self._first_equal[own]
         # How many different true pictures are nearer than the own one.
         num_nearer = []
-        for row, own_square in zip(squares, own_squares, strict=True):
+        for row, own_square, own_picture in zip(squares, own_squares, own_pictures, strict=True):
             nearer_pictures = np.unique(self._first_equal[row < own_square])
-            num_nearer.append(len(nearer_pictures))
+            # By rounding, one that is equal to the own one may be nearer.
+            others = nearer_pictures[nearer_pictures != own_picture]
+            num_nearer.append(len(others))
         return Verdicts(
             nearest=nearest,
-            exact=self._first_equal[nearest] == self._first_equal[own],
+            exact=self._first_equal[nearest] == own_pictures,
             first_five=np.array(num_nearer) < _FIRST,
             distance=np.sqrt(own_squares),
         )

@@ -53,6 +53,19 @@ def test_verdicts_are_their_definitions(true_pictures):
         assert verdicts.first_five[number] == (len(nearer) < 5)
 
 
+def test_equal_pictures_are_one_however_their_distances_are_rounded():
+    rng = np.random.default_rng(0)
+    drawn = rng.uniform(0, 255, (64, 3072)).astype(np.float32)
+    areas = rng.uniform(0, 255, (101, 3072)).astype(np.float32)
+    # Four are nearer to each drawn one than its own, which is one of many that are equal.
+    areas[:4] = drawn.mean(0)
+    areas[:4, 0] = range(4)
+    areas[4:] = areas[4]
+    own = rng.integers(4, 101, 64)
+    verdicts = judge.Judge(areas, np.zeros(101, bool)).compare(drawn, own)
+    assert verdicts.first_five.all() and not verdicts.exact.any()
+
+
 def test_the_floor_is_the_most_similar_of_what_is_known(true_pictures):
     areas = judge.mean_areas(true_pictures)
     similar = areas.copy()
