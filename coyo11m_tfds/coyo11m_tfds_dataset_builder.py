@@ -206,6 +206,8 @@ class Builder(dataset_builder.FileReaderBuilder):
         if given_data_dir:
             # TFDS makes one slash of several: it would build into another folder of a bucket.
             storage.check_single_slashes(given_data_dir)
+            # Of a URL of the hub it would make a local folder.
+            storage.open_writable_folder(given_data_dir)
             # Its command knows the home folder, but not its builders.
             given_data_dir = storage.expand_home(given_data_dir)
         return super()._build_data_dir(given_data_dir)

@@ -40,7 +40,6 @@ from coyo11m_tfds.dry_run import DryRun, plan_or_estimate
 from coyo11m_tfds.process import command_line, errors, machine, python_child
 from coyo11m_tfds.process.sizes import format_bytes, format_count
 from coyo11m_tfds.storage import scratch
-from coyo11m_tfds.storage.base import WritableFolder
 
 PASS, WARN, FAIL = 'pass', 'warn', 'fail'
 
@@ -93,7 +92,7 @@ def run_checks(
     if source:
         yield check_credentials('source', source)
     if data_dir:
-        yield check_credentials('data_dir', data_dir, writes=bool(source))
+        yield check_credentials('data_dir', data_dir, is_output=True, writes=bool(source))
     if source:
         try:
             dry_run = plan_or_estimate(source, settings)
@@ -170,23 +169,26 @@ def _find_existing(folder: str) -> pathlib.Path:
     return path
 
 
-def check_credentials(name: str, url: str, writes: bool = False) -> Finding:
-    """Lists a folder of a storage and, with `writes`, stores a byte; a local folder passes."""
+def check_credentials(
+    name: str, url: str, *, is_output: bool = False, writes: bool = False
+) -> Finding:
+    """Lists a folder of a storage and, with `writes`, stores a byte; a local folder passes.
+
+    That of an output fails on a storage that is only read.
+    """
     label = f'credentials of {name}'
     # The checks of disks look into local folders, when it is known how much a build writes.
     if storage.local_path(url):
         return Finding(label, PASS, f'{url} is local and needs none')
     try:
         storage.check_single_slashes(url)
+        if is_output:
+            storage.open_writable_folder(url)
         folder = storage.open_folder(url)
         if reason := folder.why_unreadable():
             return Finding(label, FAIL, reason)
         if writes:
-            # The hub is only read.
-            if not isinstance(folder, WritableFolder):
-                text = f'{url}: cannot be written to; expected a local folder or gs://.'
-                return Finding(label, FAIL, text)
-            folder.check_writable()
+            storage.open_writable_folder(url).check_writable()
         # Of the hub, `pin` lists the data set; elsewhere, `exists` sends a request.
         folder.pin().exists()
     except FileNotFoundError:

@@ -157,9 +157,9 @@ def embed(
     settings = settings or EmbedSettings()
     out = storage.expand_home(out).rstrip('/')
     # Whatever can be refused at once is refused before captions are fetched.
-    source = _SourceCaptions(storage.expand_home(source_dir).rstrip('/'), settings)
     ranks.check_share(share)
     check_out(out, settings.scratch_dir)
+    source = _SourceCaptions(storage.expand_home(source_dir).rstrip('/'), settings)
     # An encoder takes seconds to load, captions minutes to fetch.
     model = _make_model(encoder, settings)
     parts.check_encoder(out, model)

@@ -47,15 +47,15 @@ def make_sample(
     Returns the number of samples. Raises a ValueError for arguments out of range, an OSError for a
     full disk.
     """
-    # Here: `train_lib.demo` draws and needs neither.
-    import pandas as pd
-    import torch
-
     out_dir = storage.expand_home(out_dir)
     training = emoji.find_part(emoji.TRAINING)
     if num_samples is None:
         num_samples = len(training)
     _check_arguments(out_dir, num_samples, num_files, dtype, seed)
+    # Here: they take seconds, and `train_lib.demo` draws and needs neither.
+    import pandas as pd
+    import torch
+
     folder = pathlib.Path(out_dir) / schema.LATENTS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.Generator(np.random.Philox(key=seed))

@@ -156,6 +156,12 @@ def test_tokens_and_embeddings_come_side_by_side(copy, other_embeddings, tmp_pat
     assert sizes == (7, 1000, 7, 0)
 
 
+def test_a_data_set_on_the_hub_is_refused_without_a_request(hub):
+    with pytest.raises(ValueError, match=r'^hf://datasets/a/b: expected a local path or gs://'):
+        add_column.remove_column('hf://datasets/a/b', 'x')
+    assert not hub.requests
+
+
 BAD = {
     'texts': (
         pa.array(['a', 'b', 'c']),

@@ -184,6 +184,8 @@ def test_a_folder_in_the_home_folder(monkeypatch, tmp_path):
 def test_a_folder_that_tfds_would_rename_is_refused():
     with pytest.raises(ValueError, match=r'^gs://b//x: has several .* one\. Name gs://b/x, or '):
         Builder(data_dir='gs://b//x')
+    with pytest.raises(ValueError, match=r'^hf://datasets/a/b: expected a local path or gs://'):
+        Builder(data_dir='hf://datasets/a/b')
 
 
 # Of a data set that was built with max_examples_per_split=10.

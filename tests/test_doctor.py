@@ -200,8 +200,8 @@ def test_a_hub(hub):
     assert doctor.check_credentials('source', 'hf://datasets/owner/name').status == 'pass'
     found = doctor.check_credentials('source', 'hf://datasets/owner/other')
     assert (found.status, found.fix) == ('fail', 'hf auth login')
-    found = doctor.check_credentials('data_dir', 'hf://datasets/owner/name', writes=True)
-    assert (found.status, 'cannot be written to' in found.text) == ('fail', True)
+    found = doctor.check_credentials('data_dir', 'hf://datasets/owner/name', is_output=True)
+    assert (found.status, 'expected a local path or gs://bucket' in found.text) == ('fail', True)
 
 
 def test_the_quota_of_a_run_from_the_hub(hub, mini_dataset, command):

@@ -68,7 +68,7 @@ UNWRITABLE = {
     ),
     'the hub': (
         'hf://datasets/owner/name/x.html',
-        'hf://datasets/owner/name: expected a local path or gs',
+        'hf://datasets/owner/name/x.html: expected a local path or gs',
     ),
     'a local folder': ('TMP', r'\S+: is a folder; expected the path of a file'),
     'a folder in a bucket': ('gs://bucket/x/', 'gs://bucket/x/: is a folder; expected'),

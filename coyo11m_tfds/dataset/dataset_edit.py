@@ -82,6 +82,8 @@ def edit_dataset(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Ite
         OSError: Another process changes it, or it cannot be written to.
     """
     folder = storage.expand_home(data_dir).rstrip('/')
+    # Before the first request, as it costs none.
+    destination = storage.open_writable_folder(folder)
     # Without a data set, no lock may be made.
     stored_dataset.open_data(folder)
     with locks.hold(folder, wait=False) as lock:
@@ -90,7 +92,6 @@ def edit_dataset(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Ite
         # Three folders up: the data set is in `NAME/CONFIG/VERSION` of the build's `--data_dir`.
         parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(parent, exist_ok=True)
-        destination = storage.open_writable_folder(folder)
         with locks.temporary_folder(parent, 'column-') as scratch:
             # A killed command may have left files: temporary ones, and those of no column.
             destination.sweep()

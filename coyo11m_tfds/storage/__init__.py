@@ -71,13 +71,18 @@ def open_writable_folder(folder: str | os.PathLike[str]) -> 'WritableFolder':
     """Returns a folder to read and write, which need not exist; ValueError for one of the hub."""
     if not os.fspath(folder):
         raise ValueError('no folder given, expected one to write to.')
+    return _writable_class_of(folder)(expand_home(folder))
+
+
+def _writable_class_of(path: str | os.PathLike[str]) -> 'type[WritableFolder]':
+    """Returns the class of folders of a path or URL; ValueError for one of the hub."""
     # Here, because `base` imports modules that import this one.
     from coyo11m_tfds.storage.base import WritableFolder
 
-    kind = class_of(folder)
+    kind = class_of(path)
     if not issubclass(kind, WritableFolder):
-        raise ValueError(f'{folder}: expected a local path or gs://bucket/folder.')
-    return kind(expand_home(folder))
+        raise ValueError(f'{path}: expected a local path or gs://bucket/folder.')
+    return kind
 
 
 def check_single_slashes(path: str | os.PathLike[str]) -> None:
@@ -123,6 +128,8 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
 def check_writable_file(path: str | os.PathLike[str]) -> None:
     """Checks that `write_file` can write at a path; raises a ValueError or an OSError."""
     path = expand_home(path)
+    # Of the path itself, because the folder above it may look like another place.
+    _writable_class_of(path)
     # The name first: an absolute path has lost the slash at its end, by which it names a folder.
     parent, name = os.path.split(path)
     # What is left of the URL of a bucket is its scheme, which would be a local folder.
