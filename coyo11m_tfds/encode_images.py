@@ -105,6 +105,8 @@ def encode(
     # Before the listing, which takes minutes for millions of images.
     encoder = vae if isinstance(vae, VaeEncoder) else VaeEncoder(os.fspath(vae))
     settings.check_encoder(encoder)
+    # Refuses an encoding of another kind.
+    folder = EncodingFolder(out, settings.record(encoder))
     parts, left = _find_images(images, settings)
     if left:
         # Before hours of work, after which the report counts them by reason.
@@ -112,8 +114,8 @@ def encode(
     start = time.perf_counter()
     index, count = share
     own_parts = {number: parts[number] for number in range(index, len(parts), count)}
-    # Refuses an encoding of another kind, before anything is encoded.
-    folder = EncodingFolder(out, settings.record(encoder), parts, own_parts)
+    # Refuses an encoding of other images, before anything is encoded.
+    folder.begin(parts, own_parts)
     num_encoded = _encode_parts(folder, own_parts, encoder, settings, out)
     # Meanwhile other processes have made parts.
     folder.read_receipts()

@@ -35,28 +35,28 @@ class EncodingFolder:
     outdated: dict[int, Receipt]  # the same of those whose images have got other texts since
     counts: ImageCounts  # of the images of finished parts
 
-    def __init__(
-        self,
-        out: str,
-        settings: Mapping[str, Any],
-        image_parts: Sequence[ImagePart],
-        own_parts: Collection[int],
-    ):
-        """Reads what is finished, and writes the settings; ValueError for another encoding.
+    def __init__(self, out: str, settings: Mapping[str, Any]):
+        """Reads the settings of what is finished; ValueError for other ones."""
+        self._folder = storage.open_writable_folder(out)
+        self._receipts = Receipts(self._folder, _RECEIPTS, ImageCounts.parse)
+        self._settings = dict(settings)
+        stored = self._read_settings()
+        if stored is not None:
+            stored.pop(_IMAGES, None)
+            path = self._folder.path_of(schema.ENCODING_FILE)
+            self._check_same(settings, stored, path)
+
+    def begin(self, image_parts: Sequence[ImagePart], own_parts: Collection[int]) -> None:
+        """Reads what is finished, and writes the settings; ValueError for other images.
 
         `own_parts` are the numbers of those of `image_parts` that this process makes.
         """
-        self._folder = storage.open_writable_folder(out)
         self._parts = image_parts
-        self._receipts = Receipts(self._folder, _RECEIPTS, ImageCounts.parse)
-        self._settings = {**settings, _IMAGES: _describe_images(image_parts)}
+        self._settings[_IMAGES] = _describe_images(image_parts)
+        # Again: while the images were listed, another process may have written them.
         stored = self._read_settings()
         if stored is not None:
             path = self._folder.path_of(schema.ENCODING_FILE)
-            stored_options = dict(stored)
-            stored_options.pop(_IMAGES, None)
-            # The options first, because they decide about the number of parts.
-            self._check_same(settings, stored_options, path)
             self._check_same(self._settings, stored, path)
         self.read_receipts(own_parts)
         # Only now: the receipts of a folder without settings may be those of another encoding.
