@@ -120,7 +120,13 @@ class Disk(WritableFolder):
     @classmethod
     def describe(cls, path: str) -> StoredFile:
         """Returns a file, without a checksum; FileNotFoundError for a folder, too."""
-        state = os.stat(path)
+        try:
+            state = os.stat(path)
+        except OSError as error:
+            # A link that leads to itself is one to nothing.
+            if error.errno == errno.ELOOP:
+                raise FileNotFoundError(path) from None
+            raise
         # To open a pipe would wait for somebody who writes to it.
         if not stat.S_ISREG(state.st_mode):
             raise FileNotFoundError(path)

@@ -239,13 +239,15 @@ def test_linked_folders_and_files(tmp_path):
         'file.jpg': elsewhere / 'b.jpg',
         'gone.jpg': 'nowhere.jpg',
         'gone': 'nowhere',
+        'loop.jpg': 'loop.jpg',
         'gone.txt': 'nowhere',
     }.items():
         (folder / name).symlink_to(target)
     (elsewhere / 'back').symlink_to(folder)
     os.mkfifo(folder / 'pipe.jpg')
     expected = {'again/b.jpg', 'again/deep/c.jpg', 'real/a.jpg', 'z/z.jpg', 'file.jpg'}
-    left = dict.fromkeys(['gone.jpg', 'gone', 'gone.txt', 'pipe.jpg'], 'link to no file')
+    broken_names = ['gone.jpg', 'gone', 'gone.txt', 'loop.jpg', 'pipe.jpg']
+    left = dict.fromkeys(broken_names, 'link to no file')
     assert names_and_reasons(folder, tmp_path) == (expected, left)
 
 
