@@ -128,12 +128,8 @@ def add(
             remedy = 'Embed a column without blank captions, or build with text_embeddings.'
         _check_complete(values, keys, origin, edit.stored.folder, remedy)
         new_column = _write_values(edit, name, values)
-        kept_columns = _columns_without(name, edit.stored)
-        # The new files have the names of the old ones: no reader may take one for the other.
-        if name in edit.stored.columns:
-            edit.commit(kept_columns)
         new_files = list(new_column.files.values())
-        edit.commit({**kept_columns, name: new_column}, new_files)
+        edit.commit({**edit.stored.columns, name: new_column}, new_files)
         return new_column
 
 
@@ -326,8 +322,7 @@ def _write_values(edit: DatasetEdit, name: str, values: KeyedValues) -> AddedCol
     crc32c = {}
     begin = 0
     for split in edit.stored.splits.values():
-        files[split.name] = columns.column_file_name(name, split.name, edit.stored.build)
-        path = os.path.join(edit.staging, files[split.name])
+        path = os.path.join(edit.staging, 'values')
         with (
             file_state.naming(path),
             open(path, 'wb') as file,
@@ -346,6 +341,13 @@ def _write_values(edit: DatasetEdit, name: str, values: KeyedValues) -> AddedCol
                 progress.add(len(records))
             crc32c[split.name] = writer.finish()
         begin = end
+        label = split.name
+        # The files of a column that is replaced stay until the new ones are described, and no
+        # reader may take one for the other.
+        if name in edit.stored.columns:
+            label = f'{split.name}_{crc32c[split.name]}'
+        files[split.name] = columns.column_file_name(name, label, edit.stored.build)
+        os.rename(path, os.path.join(edit.staging, files[split.name]))
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
     if moments is not None:

@@ -263,9 +263,10 @@ class _Verification:
                     self._column_scans[file.name] = scan
             except ValueError as error:
                 # A recorded file is compared with its checksum, which reports the fault once.
-                name = columns.column_file_name(column.name, split.name, self._build)
                 if isinstance(column, columns.InPlaceColumn):
                     name = column.places_file(split.name)
+                else:
+                    name = column.files.get(split.name, '')
                 if name not in self._recorded:
                     self.faults.append(str(error))
         return np.concatenate(places)

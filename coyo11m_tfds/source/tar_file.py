@@ -225,8 +225,10 @@ class TarFile(LatentFile):
         if not is_member:
             return self._json(sample).get(name)
         text = foreign_text.decode_caption(self._contents(sample, name))
-        number = schema.parse_integer(text.strip())
-        return number if name == _CLASS and number is not None else text
+        if name == _CLASS:
+            number = schema.parse_integer(text.strip())
+            return text if number is None else number
+        return text
 
     def _key(self, sample: str) -> int:
         """Returns the key in the JSON of a sample; raises a ValueError if it has none."""
