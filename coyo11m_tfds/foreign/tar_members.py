@@ -12,13 +12,15 @@ ReadRange = Callable[[int, int], bytes]  # so many bytes from an offset on
 _BLOCK = tarfile.BLOCKSIZE
 # Of a header of pax, and of what may follow the last member.
 _MAX_TEXT = 1 << 20
+_OF_NEXT_MEMBER = tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME
 _MAX_DIGITS = 8  # of the length of a record of pax, with its space
 
 
 def list_members(path: str, size: int, read: ReadRange) -> Iterator[tuple[str, int, int]]:
     """Yields name, offset of the contents and their size of each file, in the tar's order.
 
-    Raises a ValueError for a damaged header, a missing end, and a member that is no plain file.
+    Raises a ValueError for a header that is damaged or too long, a missing end, and a member that
+    is no plain file.
     """
     offset = 0
     # Of the next member: what does not fit into its own header.
@@ -38,9 +40,15 @@ def list_members(path: str, size: int, read: ReadRange) -> Iterator[tuple[str, i
             raise _damaged(path, problem) from None
         kind = header[156:157]
         name = pax_fields.get('path') or _parse_name(header)
-        if kind == tarfile.XHDTYPE and nbytes <= _MAX_TEXT:
+        if kind in _OF_NEXT_MEMBER and nbytes > _MAX_TEXT:
+            raise ValueError(
+                f'{path}: the header at byte {offset:,} has {nbytes:,} bytes about the next '
+                f'member, expected at most {_MAX_TEXT:,}. Write the tar again without attributes '
+                'of files, e.g. by tar --no-xattrs.'
+            )
+        if kind == tarfile.XHDTYPE:
             pax_fields |= _parse_pax(path, start, read(start, nbytes))
-        elif kind == tarfile.GNUTYPE_LONGNAME and nbytes <= _MAX_TEXT:
+        elif kind == tarfile.GNUTYPE_LONGNAME:
             pax_fields |= {'path': _decode_field(read(start, nbytes))}
         elif kind in (tarfile.REGTYPE, tarfile.AREGTYPE):
             yield name, start, nbytes

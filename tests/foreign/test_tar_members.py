@@ -1,7 +1,9 @@
-"""Tars are listed in time that grows with their size, whatever their headers hold."""
+"""Tars are listed in time that grows with their size, and what is wrong with a header is named."""
 
 import io
 import tarfile
+
+import pytest
 
 from coyo11m_tfds.foreign import tar_members
 
@@ -20,6 +22,16 @@ class CountedBytes(bytes):
 
     def partition(self, separator):
         return tuple(map(CountedBytes, super().partition(separator)))
+
+
+@pytest.mark.parametrize('kind', [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_header_about_a_member_that_is_too_long_is_told_from_a_link(kind):
+    header = tarfile.TarInfo('head')
+    header.type, header.size = kind, (1 << 20) + 1
+    data = header.tobuf(tarfile.USTAR_FORMAT) + bytes(3 << 20)
+    members = tar_members.list_members('x.tar', len(data), lambda start, n: data[start : start + n])
+    with pytest.raises(ValueError, match=r'^x\.tar: the header at byte 0 has 1,048,577 bytes ab'):
+        list(members)
 
 
 def test_records_of_pax_are_not_copied_again_and_again():
