@@ -31,6 +31,7 @@ SUFFIX = '.lock'  # after the path of the locked folder
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _SECONDS_BETWEEN_LINES = 60
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between two looks
+_LONGEST_COURTESY = 5.0  # seconds after an interruption
 
 
 def lease_seconds() -> float:
@@ -205,8 +206,8 @@ def hold(folder: StrPath, *, wait: bool = True) -> Iterator[Lock]:
     try:
         yield lock
     except (KeyboardInterrupt, SystemExit):
-        # Nobody waits for long for what is only a courtesy: 5 s, unless the lease is set.
-        patience /= 8
+        # Nobody waits for long for what is only a courtesy.
+        patience = min(patience / 8, _LONGEST_COURTESY)
         raise
     finally:
         lock.release(patience)
