@@ -82,6 +82,7 @@ def mirror(
     # Arguments come before the source, whose listing may take minutes.
     target = storage.open_writable_folder(destination)
     errors.at_least(1).check('parallel', parallel)
+    scratch = Scratch(scratch_dir or user_cache(schema.NAME, 'mirror'))
     folder = source_folder.find_source(source).with_captions(captions)
     files = folder.by_name
     _check_all_named(folder, captions)
@@ -98,7 +99,6 @@ def mirror(
             # What is there already says nothing about the speed.
             num_finished = len(files) - len(missing_files)
             progress.skip(num_bytes - missing_bytes, files=num_finished)
-            scratch = Scratch(scratch_dir or user_cache(schema.NAME, 'mirror'))
             _copy_all(missing_files, target, copied, scratch, progress, parallel)
         # What killed runs before this one have left.
         target.sweep()

@@ -87,6 +87,9 @@ def verify(
     folder = storage.expand_home(data_dir).rstrip('/')
     if not folder or not issubclass(storage.class_of(folder), WritableFolder):
         raise ValueError(f'{folder!r}: expected a local path or gs://bucket/folder of a data set.')
+    # The data set is in `NAME/CONFIG/VERSION` of the `--data_dir` of its build.
+    data_dir_of_build = f'{folder}/../../..'
+    downloads = scratch.choose_folder(schema.NAME, data_dir_of_build, scratch_dir)
     listing = storage.list_folder(folder)
     build = _identify_build(folder, listing)
     files = {}
@@ -101,9 +104,6 @@ def verify(
             f'{folder}: there is no {schema.INFO_FILE}. Expected the folder of a built data set, '
             '.../coyo11m_tfds/CONFIG/1.0.0.'
         )
-    # The data set is in `NAME/CONFIG/VERSION` of the `--data_dir` of its build.
-    data_dir_of_build = f'{folder}/../../..'
-    downloads = scratch.choose_folder(schema.NAME, data_dir_of_build, scratch_dir)
     return _Verification(folder, files, build, fast, scratch.Scratch(downloads)).run()
 
 

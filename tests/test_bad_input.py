@@ -254,6 +254,10 @@ BAD_FIELDS = {
     'a size with a point': ({'shard_bytes': 1e8}, 'shard_bytes=100000000.0: expected an integer'),
     'no truth': ({'check_crc': 'no'}, "check_crc='no': expected true or false"),
     'fewer workers than none': ({'num_workers': -1}, 'num_workers=-1: expected at least 0'),
+    'a scratch folder that is not local': (
+        {'scratch_dir': 'hf://datasets/a/b'},
+        "scratch_dir='hf://datasets/a/b': expected a local folder",
+    ),
     'no text': ({'text_embeddings': None}, 'text_embeddings=None: expected a string'),
     'a truth as a size': ({'shard_bytes': True}, 'shard_bytes=True: expected an integer'),
     'a truth as a share': ({'max_bad_fraction': True}, 'max_bad_fraction=True: expected a number'),

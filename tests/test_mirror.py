@@ -220,6 +220,11 @@ REFUSED = {
     ),
     'no folder to write to': (('.', ''), {}, 'no folder given, expected one to write to'),
     'nothing at once': (('.', 'to'), {'parallel': 0}, 'parallel=0: expected at least 1'),
+    'a remote scratch folder, before the source is looked for': (
+        ('absent', 'to'),
+        {'scratch_dir': 'hf://datasets/a/b'},
+        "scratch_dir is 'hf://datasets/a/b', expected a local folder",
+    ),
 }
 
 

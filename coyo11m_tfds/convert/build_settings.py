@@ -70,6 +70,7 @@ _RULES = {
     'bad_data': one_of('drop', 'stop'),
     'max_bad_fraction': UNIT_INTERVAL,
     'num_workers': at_least(0),
+    'scratch_dir': FieldRule('a local folder', lambda place: storage.local_path(place) is not None),
 }
 
 

@@ -82,15 +82,15 @@ def edit_dataset(data_dir: str | os.PathLike[str], scratch_dir: str = '') -> Ite
         OSError: Another process changes it, or it cannot be written to.
     """
     folder = storage.expand_home(data_dir).rstrip('/')
-    # Before the first request, as it costs none.
+    # Before the first request, as these cost none.
     destination = storage.open_writable_folder(folder)
+    # Three folders up: the data set is in `NAME/CONFIG/VERSION` of the build's `--data_dir`.
+    parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
     # Without a data set, no lock may be made.
     stored_dataset.open_data(folder)
     with locks.hold(folder, wait=False) as lock:
         # Again, because another process may have changed the columns before the lock was taken.
         stored = stored_dataset.open_data(folder)
-        # Three folders up: the data set is in `NAME/CONFIG/VERSION` of the build's `--data_dir`.
-        parent = choose_folder(schema.NAME, f'{folder}/../../..', os.fspath(scratch_dir))
         os.makedirs(parent, exist_ok=True)
         with locks.temporary_folder(parent, 'column-') as scratch:
             # A killed command may have left files: temporary ones, and those of no column.
