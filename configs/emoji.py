@@ -21,6 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.model.name = 'tiny/2'  # 64 tokens of 16 x 16 latents
     config.model.width = 128
+    config.model.depth = 6
     config.model.num_heads = 4
 
     config.optimizer.muon_learning_rate = 6e-3

@@ -15,8 +15,8 @@ from configs import default
 def get_config() -> ml_collections.ConfigDict:
     """Returns the default with other values of some fields."""
     config = default.get_config()
-    # Percentages here are of exact pictures after 1,200 steps of the demo or other recipes of the
-    # same CPU time, means of three seeds (docs/log.md). This recipe has 64%.
+    # Percentages here are of exact pictures after 1,200 steps of this recipe with 6 blocks, which
+    # has 64%, or other recipes of the same CPU time, means of three seeds (docs/log.md).
     config.batch_size = 32  # 16 have 56%, 64 have 54%
     config.num_steps = 1_000
     config.ema_decay = 0.99  # remembers the last 100 steps; 200 have 63%
@@ -30,6 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     # 64 tokens; patches of 8 are more numbers than the width, patches of 2 have 2%.
     config.model.name = 'tiny/4'
     config.model.width = 96  # 128 has 59%, 192 has 48%
+    config.model.depth = 4  # has 65%, 1,680 steps in less time; its pictures are closer to the true
     config.model.num_heads = 3
     config.model.dtype = 'float32'  # CPUs are no faster at bfloat16
     # A token is 64 numbers, and the model has a width of 96. Velocities have 57%.
