@@ -30,7 +30,7 @@ from benchmarks.runner import Figures, Side
 from coyo11m_tfds import storage
 from coyo11m_tfds.storage import json_digest
 
-STEPS = 2_100
+STEPS = 2_800
 
 _LAST_PHASE_SHARE = 0.3  # of the steps: while the learning rate of the schedule `wsd` falls
 
@@ -281,11 +281,11 @@ SIDES = {
     'patch_2': _recipe('patches of 2', model__patch_size=2, share=0.25),
     'velocity_2': _recipe('velocity predicted, patches of 2', model__prediction='velocity',
                           model__patch_size=2, share=0.25),
-    'depth_4': _recipe('4 blocks', model__depth=4, share=1.4),
-    'depth_9': _recipe('9 blocks', model__depth=9, model__unroll=9, share=0.7),
-    'width_128': _recipe('width 128, 4 blocks', model__width=128, model__num_heads=4,
-                         model__depth=4, share=0.8),
-    'width_192': _recipe('width 192, 3 blocks', model__width=192, model__depth=3, share=0.6),
+    'depth_3': _recipe('3 blocks', model__depth=3, share=1.3),
+    'depth_6': _recipe('6 blocks', model__depth=6, share=0.7),
+    'depth_9': _recipe('9 blocks', model__depth=9, model__unroll=9, share=0.5),
+    'width_128': _recipe('width 128', model__width=128, model__num_heads=4, share=0.57),
+    'width_192': _recipe('width 192, 3 blocks', model__width=192, model__depth=3, share=0.43),
     'batch_16': _recipe('batches of 16', batch_size=16, share=1.6),
     'batch_64': _recipe('batches of 64', batch_size=64, share=0.52),
     'dropout_10': _recipe('captions dropped in 10%', data__caption_dropout=0.1),

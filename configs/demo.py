@@ -16,10 +16,10 @@ def get_config() -> ml_collections.ConfigDict:
     config = small.get_config()
     config.data.dir = 'demo/data/coyo11m_tfds/words/1.0.0'
     config.data.require_text = True
-    config.num_steps = 3_000
-    config.optimizer.warmup_steps = 250
+    config.num_steps = 2_800
+    config.optimizer.warmup_steps = 233
     config.log_every = 100
-    config.eval_every = 1_000
-    config.preview_every = 1_000
-    config.checkpoint_every = 1_000
+    config.eval_every = 700
+    config.preview_every = 700
+    config.checkpoint_every = 700
     return config
