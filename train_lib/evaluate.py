@@ -29,8 +29,8 @@ DPG-Bench into a folder in WORKDIR/evaluation that their own judges read:
 `train_lib/results/prompt_sets.py` has the names.
 
 After an interruption, or with a larger `--num_pictures`, the same command
-continues. While the run still trains, name the checkpoint by `--step`: the last
-one is soon another.
+continues. While the run still trains, name the checkpoint by `--step`: the
+last one is soon another.
 """
 
 from absl import flags
