@@ -2,7 +2,7 @@
 
     python -m train_lib.main --config=configs/demo.py --workdir=demo/run
 
-With the variables that `make demo` sets, it takes 6 to 8 minutes on two idle cores. Then
+With the variables that `make demo` sets, it takes about 6 minutes on two idle cores. Then
 `python -m train_lib.demo` compares pictures of captions that it has not seen with the true ones.
 """
 
