@@ -40,12 +40,8 @@ def merge_lists(word_lists: Iterable[str]) -> str:
     Words that a full list lacks have no count of it. Raises a ValueError if one of them is no list.
     """
     counts: collections.Counter[str] = collections.Counter()
-    for words in word_lists:
-        # Raises an error for what is no list.
-        parse(words)
-        for entry in words.split():
-            word, _, count = entry.rpartition(':')
-            counts[word] += int(count)
+    for word_list in word_lists:
+        counts.update(_parse_counts(word_list))
     return _write_list(counts)
 
 
@@ -57,20 +53,25 @@ def _write_list(counts: collections.Counter[str]) -> str:
 
 def parse(word_list: str) -> list[str]:
     """Returns the words of a list in its order; raises a ValueError if it is none."""
+    return list(_parse_counts(word_list))
+
+
+def _parse_counts(word_list: str) -> dict[str, int]:
+    """Returns the words of a list with their counts, in its order; ValueError if it is none."""
     entries = word_list.split(' ') if word_list else []
-    words = []
-    for entry in entries:
-        word, _, _ = entry.rpartition(':')
-        words.append(word)
+    counts = {}
     # A list comes out of metadata that others wrote, and its words into messages.
-    are_entries = all(map(_ENTRY.fullmatch, entries))
-    are_different = len(set(words)) == len(words)
-    if not (are_entries and are_different) or len(words) > MAX_WORDS:
+    if all(map(_ENTRY.fullmatch, entries)):
+        for entry in entries:
+            word, _, count = entry.rpartition(':')
+            counts[word] = int(count)
+    # There are fewer words than entries if one is repeated, and none if an entry is wrong.
+    if len(counts) < len(entries) or len(counts) > MAX_WORDS:
         raise ValueError(
             f'the list of words {word_list[:40]!r}: expected at most {MAX_WORDS:,} different words '
             "with their counts, as 'a:1200 red:412'"
         )
-    return words
+    return counts
 
 
 def digest(word_list: str) -> str:
